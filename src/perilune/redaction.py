@@ -178,7 +178,6 @@ def redact_text(text: str) -> str:
 
 
 def redact_document(value: Any) -> Any:
-    """Redact all texts of a JSON value."""
     if not KNOWN_SECRETS or not KNOWN_SECRETS.find_spans(json.dumps(value, default=str).encode()):
         return value
     return _redact_value(value)

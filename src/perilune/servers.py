@@ -66,7 +66,6 @@ class JsonClient:
         )
 
     def close(self) -> None:
-        """Close the connections."""
         self._client.close()
 
     def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:

@@ -58,7 +58,6 @@ def walk(root: Path, prefix: str = "", skip: Collection[str] = ()) -> Iterator[t
 
 
 def make_entry(path: Path, relative: str, status: os.stat_result) -> Entry:
-    """Return the entry of the regular file at `path`."""
     return Entry(relative, status.st_size, sha256_file(path), f"{stat.S_IMODE(status.st_mode):04o}")
 
 

@@ -200,7 +200,6 @@ class _OutputFolder:
 
 
 def _rejected_row(row: TraceRecord | Rejected) -> dict[str, str]:
-    """Return the row of a rejected candidate, or of a duplicate record."""
     if isinstance(row, TraceRecord):
         return {"task_id": row.task_id, "source": row.source, "text": row.answer, "reason": "duplicate"}
     return row.as_row()

@@ -84,7 +84,6 @@ class RecordIndex:
         self._connection.executemany("INSERT OR IGNORE INTO bands VALUES (?, ?, ?)", rows)
 
     def add_score(self, task: bytes, score: float, place: int) -> None:
-        """Add the task and the score of the record at `place`."""
         self._connection.execute("INSERT INTO kept VALUES (?, ?, ?)", (task, score, place))
 
     def keep_best(self, count: int) -> None:

@@ -88,7 +88,6 @@ class TraceRecord:
 
 
 def _kept_keys(message: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the keys of a message that a record keeps."""
     unlearned = message.get("role") == "assistant" and message.get("weight", 1) == 0
     return ("role", "content", "weight") if unlearned else ("role", "content")
 

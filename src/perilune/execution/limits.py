@@ -41,7 +41,6 @@ class AttemptLimits(Frozen):
 
     @property
     def given_up_after(self) -> float:
-        """`lost_after` or its default."""
         return self.lost_after or self.silent_after
 
     @model_validator(mode="after")

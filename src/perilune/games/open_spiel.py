@@ -88,12 +88,10 @@ class OpenSpielEnvironment(MultiTurn):
 
     @staticmethod
     def families() -> tuple[str, ...]:
-        """Return the names of the games with text, sorted."""
         return tuple(sorted(kind.short_name for kind in load_pyspiel().registered_games() if _has_text(kind)))
 
     @staticmethod
     def notes() -> dict[str, dict[str, str]]:
-        """Return the best teacher of each game."""
         return {"teachers": {game: f"{name}: {GAME_TEACHERS[name]}" for game, name in BEST_TEACHERS.items()}}
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:

@@ -67,7 +67,6 @@ class Match:
 
     @property
     def returns(self) -> list[float]:
-        """The return of each player."""
         return [float(value) for value in self.state.returns()]
 
     def take(self, action: int) -> None:

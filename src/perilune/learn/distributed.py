@@ -240,7 +240,6 @@ def _fill_message(message: Tensor, parameters: Sequence[nn.Parameter]) -> None:
 
 
 def _add_message(message: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-    """Add the gradients of a message to the parameters."""
     for flag, part, parameter in _message_parts(message, parameters):
         if not flag:
             continue

@@ -105,7 +105,6 @@ class AdamW:
         return (self.first[name] / denominator).mul_(size)
 
     def _decay_factor(self, name: str) -> float:
-        """Return the decay factor of a parameter in the last update."""
         return 1 - self._rate(name) * self._weight_decay if self.parameters[name].ndim > 1 else 1.0
 
     def _rate(self, name: str) -> float:

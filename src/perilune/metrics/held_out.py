@@ -35,7 +35,6 @@ def best_evaluation(lines: Lines, figure: str) -> int | None:
 
 
 def evaluations_since_best(lines: Lines, figure: str) -> int:
-    """Return the number of evaluations after the best one."""
     best = best_evaluation(lines, figure)
     return sum(best is not None and step > best for step, _ in list_evaluations(lines, figure))
 

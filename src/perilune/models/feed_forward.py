@@ -100,7 +100,6 @@ class FusedExperts(nn.ModuleList):
             self._parts = {}
 
     def _expert_parameters(self, name: str, expert: int) -> tuple[Tensor, Tensor]:
-        """Return the matrix and the bias of one expert."""
         weight, bias = (self._parts.get(key, self.get_parameter(key)) for key in (name, f"{name}_bias"))
         return weight[expert], bias[expert]
 

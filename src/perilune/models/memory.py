@@ -170,7 +170,6 @@ def plan_memory(
 
 @lru_cache(maxsize=64)
 def get_model_card(model: Model) -> ModelCard:
-    """Return the card of a model that the decoder can compute."""
     return model if isinstance(model, ModelCard) else model_card(model.to_hf())
 
 

@@ -232,7 +232,6 @@ def _find_owners(model: type[BaseModel], location: KeyPath) -> list[type[BaseMod
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    """Return all models in an annotation."""
     if _is_model(annotation):
         return [annotation]
     return [model for inner in get_args(annotation) for model in _models_in(inner)]

@@ -337,7 +337,6 @@ class ContinuousRollouts:
         self._finish_turn(turn)
 
     def _finish_turn(self, turn: _Turn) -> None:
-        """Give a finished turn to the environment."""
         rollout, completion = turn.rollout, turn.tokens.completion()
         text = self._worker.text(completion)
         turn.group.finished_turns.setdefault(rollout.sample, []).append(turn.tokens)
@@ -408,7 +407,6 @@ class _EnvironmentThread:
         self._work.put(_Step(rollout, actions, done))
 
     def close(self, rollout: Rollout) -> None:
-        """Close the session of a rollout."""
         self.sessions -= 1
         self._work.put(lambda: self._sessions.close([rollout.session]))
 

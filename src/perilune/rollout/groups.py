@@ -13,7 +13,6 @@ Groups = list[tuple[Episode, ...]]
 
 
 def flatten(groups: Iterable[Sequence[Episode]]) -> list[Episode]:
-    """Return the episodes of all groups, in order."""
     return [episode for group in groups for episode in group]
 
 

@@ -237,7 +237,6 @@ class Rollout:
 
     @property
     def is_opponents_turn(self) -> bool:
-        """True if an opponent is to move."""
         return self.observation.player in self.opponents
 
     @property
@@ -257,7 +256,6 @@ class Rollout:
 
     @property
     def is_single_turn(self) -> bool:
-        """True if the environment has a single turn."""
         return not self.session.is_held
 
     def take(self, sampled: Mapping[DueTurn, SampledTurn]) -> list[str]:

@@ -51,7 +51,6 @@ def main(preload: Sequence[str]) -> None:
 def _run_and_report(
     request: Mapping[str, Any], given: int, output: int, errors: int, report: int
 ) -> NoReturn:
-    """Run the program to its end, and report it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     kernel.die_with_parent(signal.SIGTERM)  # so that it still ends what the program has started
     kernel.adopt_orphans()

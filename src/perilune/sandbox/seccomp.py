@@ -158,7 +158,6 @@ def _allow_only_threads() -> list[bytes]:
 
 
 def _deny_unless(value: int) -> list[bytes]:
-    """Deny unless the first argument is `value`."""
     return [_argument(0), _if(_EQUAL, value, 1, 0), _return(_DENY)]
 
 

@@ -226,7 +226,6 @@ class EngineThread:
         await asyncio.shield(finished)
 
     def abort(self, ids: Sequence[int]) -> None:
-        """Stop requests."""
         for request_id in ids:
             self._streams.pop(request_id, None)
         self._commands.put(lambda: self._abort(ids))

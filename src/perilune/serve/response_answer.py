@@ -80,7 +80,6 @@ class ResponseAnswer:
         return self._take_events()
 
     def error_event(self, error: PeriluneError) -> bytes:
-        """Return the last event of a response that failed."""
         opening = b"" if self._sequence else self.first_event(0)
         self._status = "failed"
         code = "server_error" if http_status(error) >= 500 else "invalid_prompt"

@@ -393,13 +393,11 @@ class Message(RequestBody):
 
     @property
     def text(self) -> str:
-        """The content in one piece."""
         content = self.content or ""
         return content if isinstance(content, str) else "".join(part.text for part in content)
 
     @property
     def characters(self) -> int:
-        """The length of all texts in it."""
         calls = [call.function for call in self.tool_calls or ()]
         return len(self.role) + len(self.text) + sum(len(call.name) + len(call.arguments) for call in calls)
 
@@ -526,7 +524,6 @@ class ChatBody(PromptOptions, Sampling):
 
     @property
     def _callable(self) -> list[Tool]:
-        """The tools that the model may call."""
         if isinstance(self.tool_choice, str):
             return [] if self.tool_choice == "none" else self.tools
         return [tool for tool in self.tools if tool.function.name in self._named]

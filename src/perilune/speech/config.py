@@ -80,12 +80,10 @@ class CodecConfig:
 
     @property
     def frame(self) -> int:
-        """Samples of a frame."""
         return prod(self.upsampling_ratios) * prod(self.upsample_rates)
 
     @property
     def frame_seconds(self) -> float:
-        """Duration of a frame."""
         return self.frame / self.sample_rate
 
     @classmethod

@@ -20,7 +20,6 @@ _TEXT = re.compile(r"[A-Za-z0-9 ,.?!'-]+")
 
 
 def require_espeak() -> None:
-    """Raise a RequestError when espeak-ng is not installed."""
     if shutil.which(PROGRAM) is None:
         raise RequestError(
             f"{PROGRAM} is not installed", where="teacher", remedy="apt-get install espeak-ng, or brew"

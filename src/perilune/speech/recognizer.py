@@ -64,7 +64,6 @@ class Recognizer:
 
 
 def require_recognizer() -> None:
-    """Raise a RequestError when pocketsphinx is not installed."""
     try:
         import pocketsphinx  # noqa: F401
     except ImportError:

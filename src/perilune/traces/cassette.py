@@ -151,7 +151,6 @@ class Cassette(Frozen):
         return next((track for track in self.tracks if track.player == player), None)
 
     def actions(self) -> list[Turn]:
-        """Return the turns of all players in the order of the episode."""
         turns = {track.player: iter(track.turns) for track in self.tracks}
         return [next(turns[player]) for player in self.order]
 

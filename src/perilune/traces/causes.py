@@ -43,7 +43,6 @@ def choose_cassettes(found: Mapping[str, Sequence[Cassette]], each: int) -> dict
 
 
 def environment_label(section: Mapping[str, object]) -> str:
-    """Return the id of an environment, with its family."""
     family = section.get("task") or section.get("game")
     return f"{section.get('id')}/{family}" if family else str(section.get("id"))
 

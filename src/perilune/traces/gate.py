@@ -50,7 +50,6 @@ class GateReport:
 
     @property
     def failed(self) -> list[CaseResult]:
-        """The cases that differ."""
         return [result for result in self.results if result.differences]
 
     def document(self) -> dict[str, Any]:

@@ -49,7 +49,6 @@ class Replay:
     error: str = ""
 
     def differences(self, expected: Sequence[Expectation]) -> list[Difference]:
-        """Return the differences between the replay and the expectations."""
         if self.error:
             return [Difference("error", "replay", "", self.error)]
         return find_differences(expected, self.expectations())

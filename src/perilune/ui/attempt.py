@@ -95,7 +95,6 @@ class Attempt:
 
     @property
     def episode_files(self) -> list[Path]:
-        """Episode files in order of step."""
         return sorted((self.root / "artifacts" / "episodes").glob("step-*.parquet")) if self.root else []
 
     def episodes_path(self, step: int) -> Path:
@@ -103,7 +102,6 @@ class Attempt:
 
     @property
     def greedy_file(self) -> Path | None:
-        """The file with the greedy episodes of an evaluation."""
         path = None if self.root is None else self.root / "artifacts" / "episodes" / "greedy.parquet"
         return path if path is not None and path.exists() else None
 
@@ -160,7 +158,6 @@ class Attempt:
         return self._unless_damaged(lambda: read_episodes(path, tasks)) or []
 
     def scores(self, path: Path) -> list[EpisodeScore]:
-        """Scores of the episodes of one of its files."""
         return self._unless_damaged(lambda: read_scores(path)) or []
 
     def rows(self, path: Path) -> list[Mapping[str, Any]]:

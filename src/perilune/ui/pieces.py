@@ -49,7 +49,6 @@ class Vocabulary:
         return self._together(token_ids)
 
     def alone(self, token: int) -> int:
-        """Return the piece of a token by itself."""
         if token not in self._index:
             is_special = token in self._special
             text = self._backend.id_to_token(token) if is_special else self._backend.decode([token])

@@ -22,7 +22,6 @@ def shorten(text: str, most: int = MAX_CHARACTERS) -> str:
 def shorten_messages(
     messages: Iterable[Mapping[str, str]], most: int = MAX_CHARACTERS
 ) -> list[dict[str, str]]:
-    """Return role and content of messages, with contents of at most `most` characters."""
     return [{"role": str(item["role"]), "content": shorten(str(item["content"]), most)} for item in messages]
 
 

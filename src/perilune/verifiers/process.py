@@ -203,7 +203,6 @@ class EnvironmentProcess:
 
 
 def _rewards_by_index(outcomes: Sequence[Any]) -> dict[int, float]:
-    """Return the rewards of all outcomes that are not failures, by index."""
     return {
         index: outcome.reward if isinstance(outcome, Score) else outcome.rewards[0]
         for index, outcome in enumerate(outcomes)

@@ -60,7 +60,6 @@ class Scorer:
 
     @property
     def item_seconds(self) -> float:
-        """The time limit of one item in seconds."""
         return self._limits.item_seconds
 
     @property
@@ -87,7 +86,6 @@ class Scorer:
             return [outcome for outcomes in scored for outcome in outcomes]
 
     def close(self) -> None:
-        """End the processes."""
         for process in self.processes:
             process.close()
 
@@ -107,7 +105,6 @@ class ScoreCall:
         return 1 + len(self.transcript.earlier)
 
     def document(self, generation: int) -> Mapping[str, Any]:
-        """Return the task and the transcript."""
         return {"task": slot_values(self.task), "transcript": slot_values(self.transcript)}
 
     def read(self, answer: Mapping[str, Any]) -> Outcome:

@@ -63,7 +63,6 @@ class Sessions:
         self._count = 0
 
     def open(self, games: Sequence[tuple[Task, int]]) -> list[RemoteSession]:
-        """Open a session for each task and seed."""
         sessions = []
         for task, seed in games:
             process = self._processes[self._count % len(self._processes)]

@@ -239,7 +239,6 @@ class WeightReader:
 
     @property
     def next_version(self) -> int:
-        """The version of the last `read`."""
         assert self._next is not None
         return self._next[0]
 

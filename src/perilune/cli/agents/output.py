@@ -72,7 +72,6 @@ def render(document: Any, part: Sequence[str] = (), offset: int = 0) -> str:
 
 
 def _find_part(document: Any, part: Sequence[str]) -> tuple[Any, bool]:
-    """Return the part of a document, and whether it is untrusted."""
     is_untrusted = False
     for index, key in enumerate(part):
         if isinstance(document, Mapping) and key in document:

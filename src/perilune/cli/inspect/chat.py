@@ -74,7 +74,6 @@ def chat(
 
 
 def _handle_line(conversation: Conversation, command: str, rest: str, line: str) -> None:
-    """Run a command, or answer a message."""
     if command == "/reset":
         conversation.messages.clear()
     elif command == "/system":

@@ -136,7 +136,6 @@ def print_live(stages: Sequence[LiveStage]) -> None:
 
 
 def state_text(status: StageStatus) -> str:
-    """Describe the state of a stage, with any doubts about it."""
     return status.display_state + describe_doubts(
         status.state, status.reachability, status.cleanup, bool(status.conditions)
     )

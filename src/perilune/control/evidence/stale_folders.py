@@ -39,7 +39,6 @@ def _recorded_ids(store: Store, table: type[Run | Experiment] = Run) -> set[str]
 
 
 def _removed_ids(store: Store) -> set[str]:
-    """Return the ids of removed experiments and of their runs."""
     with store.snapshot() as session:
         events = session.scalars(select(Event).where(Event.kind == REMOVED_EVENT)).all()
     return {name for event in events for name in (event.detail["experiment"], *event.detail["runs"])}

@@ -354,7 +354,6 @@ def _has_same_attempt(row: Machine, machine: Machine) -> bool:
 
 
 def _others_are_gone(session: Session, machine: Machine) -> bool:
-    """Return whether all other machines of its attempt are gone."""
     others = select(Machine.key).where(
         Machine.run_id == machine.run_id, Machine.epoch == machine.epoch, Machine.key != machine.key
     )

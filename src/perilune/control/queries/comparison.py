@@ -103,7 +103,6 @@ class Comparison:
 
     @property
     def is_share(self) -> bool:
-        """True if the figure is a share, shown in percent."""
         return is_share(self.metric)
 
     @property

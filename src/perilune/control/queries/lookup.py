@@ -295,7 +295,6 @@ class AttemptUse:
 
 
 def attempt_uses(control: Control, run_ids: Collection[str]) -> list[AttemptUse]:
-    """Return the attempts of runs, in order of run and number."""
     with control.store.snapshot() as session:
         tries = session.scalars(select(Attempt).where(Attempt.run_id.in_(run_ids)).order_by(Attempt.created))
         rented: dict[tuple[str, int], list[MachineUse]] = {}

@@ -240,7 +240,6 @@ def _fill_outcome(attempt: Attempt, verdict: Verdict, committed: bool) -> None:
 
 
 def _set_outcome(run: Run, last: Attempt | None) -> None:
-    """Set the state of a run from its last attempt."""
     states = {
         AttemptState.SUCCEEDED: RunState.SUCCEEDED,
         AttemptState.RUNNING: RunState.ACTIVE,

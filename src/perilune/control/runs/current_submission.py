@@ -104,7 +104,6 @@ def next_stages(session: Session, run: Run) -> list[tuple[Experiment, str, bool]
 
 
 def complete_submission(store: Store, experiment_id: str) -> None:
-    """End the current submission if all its stages have succeeded."""
     with store.transaction() as session:
         experiment = session.get_one(Experiment, experiment_id)
         stages = session.scalars(select(Stage).where(Stage.experiment_id == experiment_id)).all()

@@ -31,7 +31,6 @@ class QueuePosition:
 
     @property
     def can_start(self) -> bool:
-        """True if the run may start."""
         return self.slots is None or len(self.running) + len(self.ahead) < self.slots
 
     def __str__(self) -> str:

@@ -166,7 +166,6 @@ def _add_run(session: Session, submission: Submission, digest: str, run_id: str)
 
 
 def _link_stage(session: Session, submission: Submission, run_id: str) -> None:
-    """Make `run_id` the run of the stage."""
     experiment_id, name = submission.experiment_id, submission.stage
     query = select(Stage).where(Stage.experiment_id == experiment_id, Stage.name == name)
     stage = session.scalars(query).one()

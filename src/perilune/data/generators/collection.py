@@ -38,7 +38,6 @@ class CollectedTraces:
 
     @property
     def reasons(self) -> Counter[str]:
-        """Number of rejected candidates by reason."""
         return Counter(rejection.reason for rejection in self.rejected)
 
     @property

@@ -37,7 +37,6 @@ _BUILT_IN = {
 
 
 def teacher_names() -> tuple[str, ...]:
-    """Return all teachers, sorted by name."""
     return tuple(sorted(_list_classes()))
 
 

@@ -54,7 +54,6 @@ class Rejected:
     reason: str
 
     def as_row(self) -> dict[str, str]:
-        """Return the row in rejected.jsonl."""
         item = self.candidate
         return {"task_id": item.task.task_id, "source": item.source, "text": item.text, "reason": self.reason}
 

@@ -177,7 +177,6 @@ class ToolsEnvironment(MultiTurn):
         return self._format_output(run.output + ended), run.files
 
     def _execute(self, code: str, files: Mapping[str, bytes]) -> Execution:
-        """Run code in the sandbox."""
         try:
             return self._sandbox.run(code, files)
         except PeriluneError as error:

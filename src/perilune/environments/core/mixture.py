@@ -242,7 +242,6 @@ def _to_shares(weights: Mapping[str, float], temperature: float) -> dict[str, fl
 
 
 def named_task(part: str, task: Task) -> Task:
-    """Return the task of a part, with an id that names the part."""
     return replace(task, task_id=f"{part}/{task.task_id}")
 
 

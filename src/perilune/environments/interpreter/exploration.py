@@ -128,7 +128,6 @@ class Exploration:
         return None
 
     def _run(self, agent: Agent, interpreter: Interpreter, code: str) -> AgentProgram[BlockResult]:
-        """Run a block, and answer its calls."""
         self._increment("blocks")
         running = interpreter.run(code)
         try:
@@ -147,7 +146,6 @@ class Exploration:
         return block
 
     def _ask(self, agent: Agent, action: actions.Ask) -> AgentProgram[str]:
-        """Return the output of a single ask."""
         try:
             question = asks.Question(action.question(agent.context))
             (answer,) = yield from self._answer_all(agent, [question])

@@ -37,7 +37,6 @@ class Conversation:
         )
 
     def extend(self, answer: ChatAnswer) -> None:
-        """Append the messages of a call, and its answer."""
         self.messages = (*answer.request.messages, answer.message)
 
 

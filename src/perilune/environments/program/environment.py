@@ -150,6 +150,5 @@ class _Run:
 
 
 def _cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """Return the text before the first of the stop texts."""
     starts = [text.find(stop_text) for stop_text in stop]
     return text[: min((start for start in starts if start >= 0), default=len(text))]

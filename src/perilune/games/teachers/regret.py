@@ -44,7 +44,6 @@ class RegretSolver:
         )
 
     def run(self, iterations: int) -> None:
-        """Run further iterations."""
         step = self._solver.run_iteration if self._is_sampling else self._solver.evaluate_and_update_policy
         for _ in range(iterations):
             step()

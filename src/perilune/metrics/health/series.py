@@ -78,7 +78,6 @@ def find_shifts(values: Values, *, sigmas: float, least: float, sticky: int, sha
 
 
 def flag_at_least(values: Values, limit: float) -> list[bool]:
-    """Flag the values that are known and at least `limit`."""
     return [value is not None and value >= limit for value in values]
 
 

@@ -28,7 +28,6 @@ class StoredTensor:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     def read(self, opened: Any) -> Tensor:

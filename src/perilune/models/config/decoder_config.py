@@ -177,7 +177,6 @@ class DecoderConfig:
 
     @property
     def out_bias(self) -> bool:
-        """True if the o projection has a bias."""
         return self.family.out_bias if isinstance(self.family.out_bias, bool) else self.attention_bias
 
     @property

@@ -84,7 +84,6 @@ class GgufHeader:
         return float(value)
 
     def text(self, key: str, default: str | None = None) -> str:
-        """Return a string of the metadata."""
         value = self._value(key, default)
         if not isinstance(value, str):
             raise self._wrong(key, "a string")

@@ -274,7 +274,6 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up."""
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(gate)
     _run("swiglu_backward", gate, up, grad, *gate.shape, grad_gate, grad_up)

@@ -195,7 +195,6 @@ def _derivative(loss: Loss, tokens: _Tokens, current: Figures, differences: Figu
 
 
 def _describe_wrong_parameters(twin: Twin, derivative: Callable[[Figures], float]) -> str:
-    """Return a clause that names the parameters with a wrong gradient."""
     actual = _slopes(twin, 0)
     expected = {name: derivative(_central_differences(twin, 0, name)) for name in actual}
     limit = _tolerance(twin) * max(map(abs, expected.values())) + ABSOLUTE_TOLERANCE

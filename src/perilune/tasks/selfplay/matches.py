@@ -49,7 +49,6 @@ class MatchEvaluator:
         return self.rollouts.engine
 
     def play_policy(self, engine: SamplingBackend) -> Returns:
-        """Return the returns of a match against a policy that samples with `engine`."""
         return self._play(replace(self.rollouts, opponents=FixedOpponents(engine)))
 
     def play_named(self, name: str) -> Returns:

@@ -300,7 +300,6 @@ class EvaluationHistory:
 
 
 def _interval_metrics(figure: str, interval: Interval) -> dict[str, float]:
-    """Return the metrics of a figure: its mean and the bounds of its interval."""
     key = f"{EVAL_PREFIX}{figure}"
     return {key: interval.mean, f"{key}/low": interval.low, f"{key}/high": interval.high}
 

@@ -105,7 +105,6 @@ class CacheSettings:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of a number in the cache."""
         return 2 if self.kind == "cuda" and self.precision == "bfloat16" else 4
 
 

@@ -50,7 +50,6 @@ class Player:
     memory: StageMemory | None = None
 
     def training_tasks(self, skip: int = 0) -> TrainingTasks:
-        """Return the training tasks after the first `skip`."""
         return TrainingTasks(self.environment, self.workspace, skip=skip)
 
     def play(

@@ -150,7 +150,6 @@ class RowReader:
 
     @property
     def limit(self) -> int:
-        """Most tokens of a row."""
         return min(self.max_length or self.positions, self.positions)
 
     def figures(self) -> dict[str, int]:

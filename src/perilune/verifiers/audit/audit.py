@@ -233,7 +233,6 @@ def _mean_reward(golds: Sequence[Scored]) -> float:
 
 
 def _score_probes(bench: _Bench, full: Mapping[str, float]) -> list[Scored]:
-    """Score all probes on all cases."""
     outputs = [
         output
         for index, case in enumerate(bench.cases)

@@ -61,7 +61,6 @@ class Findings:
         self.worst[key] = Finding(probe, grade, what, len(task_ids), chosen)
 
     def sorted(self) -> list[Finding]:
-        """Return the findings, the worst first."""
         return sorted(self.worst.values(), key=lambda finding: (finding.grade, finding.tasks), reverse=True)
 
 
@@ -175,7 +174,6 @@ def _add_all(scored: Iterable[Scored], grade: Grade, what: str, findings: Findin
 
 
 def reward_or_reason(outcome: Outcome) -> float | str:
-    """Return the reward, or the reason of the failure."""
     return outcome.reward if isinstance(outcome, Score) else outcome.reason
 
 

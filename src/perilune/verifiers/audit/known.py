@@ -13,7 +13,6 @@ _WORD = re.compile(r"[^\W_]+")
 
 
 def is_plain(gold: str) -> bool:
-    """Return whether a gold answer is one number or one word."""
     text = gold.strip()
     return bool(_NUMBER.fullmatch(text) or _WORD.fullmatch(text))
 

@@ -52,5 +52,4 @@ def draw_records(context: Mapping[str, Any]) -> Iterator[Record]:
 
 
 def _label_weights(draw: random.Random) -> list[int]:
-    """Draw cumulative weights of the labels."""
     return list(itertools.accumulate(draw.randint(1, MAX_LABEL_WEIGHT) for _ in range(LABEL_COUNT)))

@@ -78,7 +78,6 @@ def question(data: TaskData) -> str:
 
 
 def gold(data: TaskData) -> str:
-    """Return the right answer."""
     return str(data["answer"])
 
 
@@ -102,7 +101,6 @@ def score_answer(data: TaskData, answer: str) -> float:
 
 
 def direct_prompt(data: TaskData) -> str:
-    """Return the whole context and the question."""
     prompt: str = _STYLES[data["style"]].render_prompt("".join(context_lines(data)), question(data))
     return prompt
 

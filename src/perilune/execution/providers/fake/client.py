@@ -108,7 +108,6 @@ class FakeCloud:
             connection.close()
 
     def headers(self) -> dict[str, str]:
-        """Return the headers that authenticate this client."""
         return {"Authorization": f"Bearer {(self.folder / 'token').read_text()}"}
 
 

@@ -68,7 +68,6 @@ class Cloud:
         return self._streams[machine_id]
 
     def find(self, key: str) -> list[Machine]:
-        """Return the visible machines with this key."""
         return [machine for machine in self.inventory.shown(key) if machine.record.key == key]
 
     def create(self, key: str, body: dict[str, Any], late: float) -> dict[str, Any]:

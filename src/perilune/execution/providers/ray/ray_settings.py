@@ -26,7 +26,6 @@ class RayKind(Frozen):
         return self
 
     def resources(self) -> dict[str, float]:
-        """Return the resources by Ray's names."""
         named = {"CPU": self.cpus, "GPU": self.gpus, "memory": float(int(self.memory_gib * 2**30))}
         return {name: amount for name, amount in {**named, **self.custom}.items() if amount > 0}
 

@@ -41,7 +41,6 @@ class AnswerError(Exception):
 
 
 def classify_error(error: BaseException) -> AnswerError:
-    """Return the answer for an error of a launch."""
     if isinstance(error, AnswerError):
         return error
     name = type(error).__name__

@@ -171,7 +171,6 @@ class Fleet:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest version that a process samples with."""
         return min(process.version for process in self._processes)
 
     def receive(self) -> None:
