@@ -188,9 +188,6 @@ def _check_run(envelope: Path, about: str, run: str | None) -> Iterator[str]:
 def read_statement(envelope: Path, key: Path, predicate: str) -> dict[str, Any]:
     """Return the statement in an envelope.
 
-    Args:
-        predicate: the type of statement that it must be.
-
     Raises:
         SignatureError: when it is not signed with `key`, or states something else.
     """

@@ -30,7 +30,6 @@ class PreferenceRecord:
     """One pair.
 
     Attributes:
-        prompt: the messages before the answer.
         chosen, rejected: ({"role": "assistant", "content": text},) each.
         environment, task_id: the environment that judged the answers, and the task.
         chosen_score, rejected_score: rewards; the first is larger.

@@ -21,7 +21,6 @@ class Provenance:
 
     Attributes:
         generator: name of the teacher, or "sampled".
-        version: of the package that contains the generator.
         settings: SHA-256 of all settings of the generator, see `settings_digest`.
     """
 

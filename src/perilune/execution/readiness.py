@@ -38,9 +38,7 @@ class Finding:
     """One result of the check.
 
     Attributes:
-        name: what was checked.
         status: "ok"; "advice" if something optional is missing or slow; "missing" if nothing runs without it.
-        found: what was found.
         remedy: the command or action that fixes it; "" if ok.
     """
 

@@ -56,10 +56,8 @@ class Verdict:
     """The content of runtime/result.json.
 
     Attributes:
-        epoch: number of the attempt.
         exit_code: of the task process; None if a signal ended it or it never started.
         cause: "" on success.
-        message: one line for the user.
         manifest_digest: SHA-256 of artifacts/manifest.json; None if it could not be written.
         seconds: from claim to verdict.
     """

@@ -70,7 +70,6 @@ class AttentionLayer:
         index: of the layer.
         window: a query sees its own token and the window - 1 before it (sliding-window attention,
             Beltagy et al. 2020), or all before it if None. The same in every call of one layer.
-        options: changes to scores besides the softmax.
     """
 
     index: int

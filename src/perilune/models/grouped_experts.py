@@ -63,8 +63,6 @@ class GroupedExperts:
 
     Args:
         first: the gate and up projections of each expert.
-        last: the down projection of each expert.
-        gated: combines gate and up.
     """
 
     def __init__(

@@ -27,11 +27,7 @@ _READ_ONLY = 0o444  # lets bundles hard-link the files
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """A model in the home.
-
-    Attributes:
-        source: the content of source.json.
-    """
+    """A model in the home."""
 
     name: str
     folder: Path

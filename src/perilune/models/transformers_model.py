@@ -54,7 +54,6 @@ class TransformersModel:
     """A causal language model loaded by transformers, for inference.
 
     Attributes:
-        module: the `PreTrainedModel`.
         notice: a message that explains why the decoder is not used; empty if none is needed.
     """
 

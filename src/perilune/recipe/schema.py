@@ -92,7 +92,6 @@ class Stage(Frozen):
 
     Attributes:
         name: unique within the recipe.
-        task: name of the task plugin.
         spec: the keys of the task plugin, with every default filled in.
         environment: in a loaded recipe, the whole section; empty if the stage uses the recipe's.
         consumes: key of `spec` to the stage whose output it takes ("model" for the model section).

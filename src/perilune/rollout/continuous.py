@@ -374,9 +374,6 @@ class _EnvironmentThread:
 
     Waiting answers of single-turn sessions are scored in batches of about `SCORING_BATCH_S` seconds. Steps of
     multi-turn sessions may wait for tools, so each is a separate call.
-
-    Attributes:
-        sessions: number of open sessions.
     """
 
     def __init__(

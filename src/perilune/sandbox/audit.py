@@ -54,7 +54,6 @@ class Probe:
 
     Attributes:
         group: see, read, write, signal, reach, exhaust or escape.
-        wall: the wall that should prevent it.
         function: the attempts, from `perilune.sandbox.probes`.
     """
 
@@ -116,7 +115,6 @@ class Finding:
 
     Attributes:
         what: what it tries.
-        wall: the wall that should hold.
         stands: whether this machine has that wall.
         verdict: "contained" if every attempt was refused, "open" if none was, "untried" if one failed by
             itself and none succeeded, else "partly".

@@ -27,7 +27,6 @@ class _Version:
 
     Attributes:
         kind: type of its file system.
-        limit: file with the limit in bytes.
         swap: file with the limit of swap, which the kernel may lack.
         swap_counts_memory: whether that limit includes memory that is not swapped.
         kills: file with events, and the name of the event that a process was killed at the limit.

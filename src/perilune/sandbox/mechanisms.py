@@ -32,7 +32,6 @@ class Mechanisms:
         own_users: the namespaces belong to a user namespace, created without privileges.
         own_user: the code runs as a user that owns nothing else; needs root.
         counted: the kernel can limit the number of its processes separately. It does not count root's.
-        landlock: version of Landlock, 0 for none.
         seccomp: system calls are filtered.
         control_group: version of control groups (cgroup) that limit memory, 0 for none.
     """

@@ -22,7 +22,6 @@ class BodyLimits:
     """Limits on request bodies.
 
     Attributes:
-        max_bytes: maximum size.
         seconds: time to receive the whole body.
     """
 

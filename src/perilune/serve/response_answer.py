@@ -27,7 +27,6 @@ class ResponseAnswer:
         token_formatter: formats log-probs; None for no log-probs. With log-probs, all text must be content.
         parts: creates the parser for reasoning and calls; None if all text is content.
         new_id: creates the id of a tool call from its name and its number in the answer.
-        count: counts the tokens of a text.
 
     Attributes:
         beginning: the kind of text at the start.

@@ -264,7 +264,6 @@ class Sampling(RequestBody):
         """Return the sampling parameters for the engine.
 
         Args:
-            max_tokens: longest answer in tokens.
             end_tokens: tokens that end an answer of the model, unless `ignore_eos`.
         """
         ends = () if self.ignore_eos else end_tokens

@@ -110,7 +110,6 @@ class ParsedText:
     """The result of parsing the beginning of a text.
 
     Attributes:
-        length: number of characters parsed.
         calls: the calls in it; none if it is content.
     """
 

@@ -63,7 +63,6 @@ class WeightUpdates:
 
     Args:
         engine: samples from `decoder`; only its thread uses it after the start.
-        chunk_bytes: maximum bytes of one request.
         weights_lock: held while the weights of the engine or its runner are replaced.
     """
 

@@ -115,7 +115,6 @@ class Cassette(Frozen):
     """One episode of all its players.
 
     Attributes:
-        environment: the environment section of the recipe.
         tokenizer: digest of the tokenizer's files, which the suite holds.
         checkpoint: digest of the weights that sampled every turn; None if no stored checkpoint holds them.
         order: the player of each action, in order.

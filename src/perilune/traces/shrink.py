@@ -63,7 +63,6 @@ class Shrinker:
 
     Attributes:
         fails: whether a played cassette still shows the failure.
-        replayer: plays the candidates.
     """
 
     fails: FailureCheck

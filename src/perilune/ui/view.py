@@ -43,7 +43,6 @@ class ExperimentView:
 
     Attributes:
         recipe: the resolved recipe as YAML.
-        stages: in the order of execution.
         placed: all attempts of the stages, with their machines; empty for a folder outside a home.
         declared: the settings of the stages in the recipe, by name; empty for a folder outside a home.
     """

@@ -185,7 +185,6 @@ def run_stages(
     Args:
         rerun: the command line that runs it again.
         changes: the overrides that the recipe was loaded with.
-        estimated: estimates for the stages, to compare them with the results.
     """
     from perilune.cli.train.estimate import save_estimate
     from perilune.control.runs.experiments import Control, open_experiment

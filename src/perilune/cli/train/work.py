@@ -26,7 +26,6 @@ def count_work(job: Job, lengths: Lengths, *, live: float = 1.0, rows: float = 0
     Args:
         lengths: of its episodes, or of the rows that it trains on.
         live: share of the sampled groups that have a gradient.
-        rows: number of rows of its data.
     """
     spec = job.spec
     match job.task:

@@ -82,7 +82,6 @@ def plan_machine(  # noqa: PLR0911 - one return per row of the table
     """Return the next operations for one machine.
 
     Args:
-        desire: what it is needed for.
         sighting: the latest observation, made after everything that is recorded.
         now: the time of that observation.
     """

@@ -36,7 +36,6 @@ class StageForecast:
         run_id: the run to reuse or join.
         after: consumed stages that have not succeeded with these inputs yet.
         files: bytes to copy by name: names of inputs, "wheel" (Perilune itself), "scripts".
-        nodes: machines of each attempt.
         digest: of the bundle; "" for a stage whose inputs do not exist yet.
     """
 

@@ -276,7 +276,6 @@ class AttemptUse:
     """The placement and outcome of an attempt, and the cost of its rented machines.
 
     Attributes:
-        machines: number of rented machines that it had.
         price: of these machines together, in currency units per hour.
         cost: its share of what they have cost so far, in currency units; None if nothing was rented.
         began, ended: in seconds since 1970; `ended` is None while it is live.

@@ -19,7 +19,6 @@ class Placements:
     """The placements of a home's runs. Runs on the same host share a placement object and its connections.
 
     Args:
-        fleet: the home's rented machines.
         policy: for runs that were submitted without a template.
     """
 

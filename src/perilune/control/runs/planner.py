@@ -118,7 +118,6 @@ class RetryPolicy:
 
     Attributes:
         infrastructure: retries after the worker died or could not start.
-        lost: retries after contact was lost.
         user: retries after the task itself failed.
         base, cap: seconds. The n-th retry waits a random time between 0 and min(cap, base * 2**n).
         lost_after: seconds that an attempt may be unreachable.

@@ -111,7 +111,6 @@ class TeacherGenerator:
 
     Args:
         score: scores a batch, normally `Scorer.score`.
-        section: of the environment, for the provenance.
         extra: the teacher's settings besides its shares, for the provenance.
 
     Raises:

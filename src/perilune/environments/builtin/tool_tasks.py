@@ -31,7 +31,6 @@ class ToolTask:
         outputs: expected files at the end, each as rows of a table or as JSON.
         function: name of the function in solution.py to test; empty if there is none.
         cases: hidden test cases, each a list of arguments.
-        expected: the expected result of each case.
     """
 
     question: str

@@ -23,7 +23,6 @@ class AnswerFormat:
     """One way to mark an answer.
 
     Attributes:
-        instruction: the sentence that asks for it.
         before, after: the text around an answer in this format.
         find_answers: returns all answers that a text marks; none if a mark is open, or marks are nested.
     """

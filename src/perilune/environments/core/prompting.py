@@ -54,7 +54,6 @@ class PromptBuilder:
     """Builds a whole prompt around a task's own messages.
 
     Args:
-        settings: how to ask.
         instruction: the sentence that asks for the format; empty for none.
     """
 

@@ -165,7 +165,6 @@ class Failure:
 
     Attributes:
         boundary: the component that failed: "environment", "verifier", "model" or "sandbox".
-        reason: why it failed.
     """
 
     boundary: str

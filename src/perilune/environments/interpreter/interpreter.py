@@ -45,7 +45,6 @@ class Result:
     """The result of a call.
 
     Attributes:
-        value: JSON value that the function returns.
         error: message of the RuntimeError that it raises instead; empty for none.
     """
 

@@ -30,7 +30,6 @@ class SearchStack:
     """The functions over one corpus, for one episode.
 
     Args:
-        max_results: most documents that a search returns.
         embeddings: used by `rerank` in place of BM25.
 
     Attributes:

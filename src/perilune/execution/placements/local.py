@@ -114,7 +114,6 @@ def create_working_copy(
     """Create an attempt's working copy at `directory`, completely or not at all, replacing what is there.
 
     Args:
-        order: as for `Placement.stage`.
         previous: the directory of the attempt to restore from.
 
     Raises:

@@ -53,7 +53,6 @@ class Mirror:
     """The local copy in `directory` of the files of one attempt.
 
     Args:
-        bring: which checkpoints to transfer.
         rescue: whether an attempt that ends early brings what resuming needs, because its machine goes away.
     """
 

@@ -79,7 +79,6 @@ class Site(Frozen):
     Attributes:
         python: interpreter; 3.8 or newer for the runner, 3.11 or newer to create the bundle's environment.
         installed: whether `python` already has the bundle's packages, which is verified file by file.
-        workspace: folder for attempts.
         environment: further variables for the worker and for its installer, such as PIP_FIND_LINKS.
         store: share of the workspace's disk for uploaded contents, so that they are uploaded only once.
     """

@@ -33,7 +33,6 @@ class Upload:
     """The files of an attempt's fresh directory.
 
     Args:
-        node: the machine to send to.
         held: more files, whose contents the machine has kept.
         hub: URL of the Hugging Face hub that the machine may download the base model from; "" for none.
 

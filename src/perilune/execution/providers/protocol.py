@@ -37,7 +37,6 @@ class MachineKey:
 
     Attributes:
         cluster: name of the home that rents it.
-        run_id, epoch, rank: the attempt and the node that it is for.
     """
 
     cluster: str

@@ -40,7 +40,6 @@ class DecoderConfig:
 
     Attributes:
         architecture: `model_type` of the family.
-        rope: rotary embedding.
         local_rope: rotary embedding of layers with a window; None when it is `rope`.
         windows: for each layer, the number of tokens that a query sees, or None for all; empty when no layer
             has a window.

@@ -40,7 +40,6 @@ class Family:
         expert_bias: experts and their router have biases.
         fused_experts: all experts of a layer are one tensor, as in gpt-oss.
         shared_gate: the shared expert has a gate.
-        positions: position embeddings are learned.
         names: the family's own names for keys that other families call differently.
         modules: the family's own names for modules that other families call differently. Modules with the
             same name are one.

@@ -30,7 +30,6 @@ class Experts:
         shared_size: inner width of the network that computes every token beside its experts; 0 for none.
         groups: groups of equally many experts. A token's experts are in `groups_per_token` of them, those
             with the largest sum of their two best scores (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
-        scale: factor of the weights of experts.
     """
 
     count: int

@@ -43,7 +43,6 @@ class GgufTensor:
         kind: one of `QUANTIZATIONS`.
         shape: rows first, as in torch; the file lists the dimensions in the opposite order.
         offset: of the first byte in the file.
-        nbytes: bytes in the file.
     """
 
     name: str

@@ -42,7 +42,6 @@ class Splitting:
 
     Attributes:
         pattern: a regular expression; "" for that of GPT-2.
-        digits: each digit stands alone.
         whole_words: a piece that is in the vocabulary is one token, whatever the merges say.
         add_bos: BOS comes first where the metadata doesn't say.
     """

@@ -89,7 +89,6 @@ def attend_paged(
     Rows after those of the step are ignored and zero in the result.
 
     Args:
-        scale: factor of the scores.
         window: tokens that a query sees, including its own; 0 means all.
         sinks: float32[H], a score of each head without position and value.
     """
@@ -160,7 +159,6 @@ def attend_packed(
     Args:
         q: float32[N, H, D].
         k, v: float32[N, KV, D].
-        scale: factor of the scores.
         window: tokens that a query sees, including its own; 0 means all.
         sinks: float32[H], a score of each head without position and value; the denominators include it.
     """

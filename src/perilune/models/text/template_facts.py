@@ -102,7 +102,6 @@ class PromptToken:
 
     Attributes:
         text: its text, or the name of a control token. Part of a character is written as `\\xNN`.
-        special: whether it is a control token.
     """
 
     id: int

@@ -17,7 +17,6 @@ def little_learned_warning(lines: Sequence[Mapping[str, Any]], episodes: int) ->
     The mean rewards of the first and the last fifth of the steps are compared.
 
     Args:
-        lines: the metrics of each step.
         episodes: of a step.
     """
     if len(lines) < MIN_STEPS:

@@ -37,7 +37,6 @@ class OptimizerChecker:
 
     Args:
         learner: its `optimizer` is read at every update, because a bug may replace it.
-        settings: the run's settings of AdamW.
         critic_lr: the critic's peak learning rate; by default the decoder's.
     """
 

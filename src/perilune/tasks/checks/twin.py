@@ -38,7 +38,6 @@ class Twin:
 
     Attributes:
         exact: the same policy in float64, without kernels and without a gradient.
-        trained: names of the trained parameters.
         groups: answers of a sampler that has drifted from the policy.
     """
 

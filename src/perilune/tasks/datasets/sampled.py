@@ -54,9 +54,6 @@ class Sampled:
     ) -> Sampled:
         """Load the checkpoint in `folder`.
 
-        Args:
-            section: the recipe section of `environment`.
-
         Raises:
             RequestError: when the checkpoint cannot be read, or the answers leave no room for a prompt.
         """

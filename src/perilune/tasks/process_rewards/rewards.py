@@ -49,8 +49,6 @@ class ProcessRewards:
     """Computes the `step_rewards` of episodes; does nothing without settings.
 
     Args:
-        settings: the recipe's `process_rewards` section.
-        decoder: the policy that sampled the episodes.
         rollouts: samples and scores continuations.
         token_budget: most tokens of a forward pass.
 

@@ -62,11 +62,7 @@ class Curriculum:
         return [(pool[index], float(probabilities[index])) for index in sorted(chosen)]
 
     def observe(self, tasks: Mapping[str, Task], groups: Groups) -> None:
-        """Count the answers of a step.
-
-        Args:
-            tasks: the drawn tasks by id.
-        """
+        """Count the answers of a step."""
         for count in self._counts.values():
             count[:] = [value * self.settings.decay for value in count]
         for group in groups:

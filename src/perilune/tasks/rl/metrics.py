@@ -35,7 +35,6 @@ class StepRecorder:
     over all scored episodes of players, including those of dead groups.
 
     Args:
-        custom: metrics that the recipe names.
         stop_without_signal: stop after `MAX_DEAD_STEPS` steps in which nearly all groups were dead.
     """
 

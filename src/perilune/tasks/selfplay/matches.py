@@ -33,7 +33,6 @@ class MatchEvaluator:
     """Plays matches with one game per held-out task; the policy's player alternates from game to game.
 
     Attributes:
-        section: the recipe's environment section.
         game: the game for exact computations; None if it is too large.
     """
 

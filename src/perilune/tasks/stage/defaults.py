@@ -90,7 +90,6 @@ class ModelDefaults(Frozen):
 
         Args:
             task: kind of stage; an unknown kind gets the learning rates of rl.
-            model: the recipe's model section.
             device: the recipe's device: "cuda"; everything else counts as "cpu".
 
         Raises:

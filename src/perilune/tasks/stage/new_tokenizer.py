@@ -25,7 +25,6 @@ def new_tokenizer(model: Mapping[str, Any], data: Path | None) -> Tokenizer:
     """Return the tokenizer of a new model.
 
     Args:
-        model: the recipe's model section.
         data: rows that `bpe` is trained on.
 
     Raises:

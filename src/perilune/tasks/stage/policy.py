@@ -97,7 +97,6 @@ def load_policy(
     """Load the stage's checkpoint, or the recipe's model if it has none.
 
     Args:
-        settings: training settings, for a policy that is trained.
         sampling_only: whether only an engine uses the weights.
     """
     base: BaseKind = settings.lora.base if settings and settings.lora else "float32"

@@ -113,7 +113,6 @@ class TrainingLoop:
         Args:
             step: runs one step, given the number of completed steps and a new stopwatch; returns None to end
                 the loop early.
-            before_save: called before each checkpoint.
 
         Raises:
             WorkFailedError: the failure that a step reports.

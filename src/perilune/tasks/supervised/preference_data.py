@@ -30,7 +30,6 @@ class PreferenceData:
         """Read the pairs of all `paths`. Answers are never truncated, and all end with the same token.
 
         Args:
-            reader: reads the pairs, and counts them.
             validation: share of held-out tasks.
 
         Raises:

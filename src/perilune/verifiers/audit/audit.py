@@ -106,7 +106,6 @@ def audit_reward(
     Scores at most `MOST_A_TASK` outputs per task, plus those of the search.
 
     Args:
-        tasks: number of tasks to probe.
         search_budget: outputs to try on each of three tasks in search of a rewarded wrong one; 0 for no
             search.
         seed: determines tasks, probes and search.

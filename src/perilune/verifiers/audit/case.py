@@ -74,7 +74,6 @@ class Probe:
     """A rule that writes outputs.
 
     Attributes:
-        name: the name in findings and tables.
         kind: the quality of its outputs.
         uses_gold: whether it uses the gold answer, so that only a policy that can solve the task could write
             its outputs.

@@ -65,11 +65,9 @@ class Audit:
     Attributes:
         environment: its section of a recipe.
         seed: seed of tasks, probes and search.
-        tasks: number of tasks probed.
         judged: number of outputs scored.
         unjudged: rewarded outputs for which it is unknown whether they are right.
         searched: outputs tried by the search; 0 if wrong answers cannot be recognized.
-        without_gold: tasks without a gold answer.
         form: the form in which an answer, here "…", gets its reward.
         findings: the worst first.
     """

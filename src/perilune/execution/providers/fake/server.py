@@ -44,11 +44,7 @@ CAPACITY = 100
 
 
 class Cloud:
-    """The state and behavior behind the HTTP server.
-
-    Args:
-        folder: holds the whole state.
-    """
+    """The state and behavior behind the HTTP server."""
 
     def __init__(self, folder: Path, weather: Weather, capacity: int = CAPACITY) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -66,7 +66,6 @@ class Jobs:
     """The jobs of one cluster. Every method may raise ProviderUnreachableError.
 
     Args:
-        dashboard: address of Ray's dashboard.
         token: name of the secret with the cluster's token; None if it needs none.
     """
 

@@ -17,11 +17,7 @@ MINUTE = 60.0
 
 
 class Clusters:
-    """The clusters of one provider.
-
-    Args:
-        kinds: the kinds of machines in providers.yaml.
-    """
+    """The clusters of one provider."""
 
     def __init__(self, kinds: Mapping[str, Kind]) -> None:
         self._kinds = kinds
