@@ -12,8 +12,7 @@ import pytest
 from doc_blocks import ROOT
 
 import perilune
-from perilune.control.runs.progress import StageFailed
-from perilune.control.runs.stage_failures import explain_failure
+from perilune.control.runs.progress import StageFailed, explain_failure
 from perilune.environments import Failure, Score
 from perilune.errors import RequestError, WorkFailedError
 from perilune.execution.verdict import Cause

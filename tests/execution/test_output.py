@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perilune.execution.log import LogReader
-from perilune.execution.output import LogPump
+from perilune.execution.log import LogPump, LogReader
 from perilune.redaction import Redactor
 
 VALUE = b"abcab-secret"

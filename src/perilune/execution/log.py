@@ -6,16 +6,24 @@ oldest of those is deleted. So a log takes at most (2 + KEPT_PIECES) x PIECE_BYT
 grows, and shows where output is missing.
 """
 
+import codecs
 import contextlib
 import os
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+from perilune.redaction import RedactedStream, Redactor
+from perilune.terminal import escape_control
 
 LOG_NAME = "runtime.log"
 PIECE_BYTES = 8 << 20  # bytes
 KEPT_PIECES = 2  # complete pieces to keep besides the first and the current one
 TAIL_BYTES = 1 << 16
+CHUNK_BYTES = 1 << 16
+DRAIN_SECONDS = 5.0
 
 
 class LogWriter:
@@ -62,6 +70,41 @@ class LogWriter:
             self._file = (self._runtime / name).open("ab", buffering=0)
         for _, path in log_pieces(self._runtime)[1 : -1 - KEPT_PIECES]:
             path.unlink(missing_ok=True)
+
+
+class LogPump:
+    """Copies a pipe to a log in a thread, with secrets replaced, until every writer has closed the pipe.
+
+    Args:
+        redactor: knows the secrets that may be printed.
+        echo: also copy to this process's stdout, made safe for a terminal.
+    """
+
+    def __init__(self, runtime: Path, redactor: Redactor, *, echo: bool = False) -> None:
+        self._log = LogWriter(runtime)
+        self._stream = RedactedStream(redactor)
+        self._echo = codecs.getincrementaldecoder("utf-8")(errors="replace") if echo else None
+        self._reader, self.writer = os.pipe()
+        self._thread = threading.Thread(target=self._copy, name="log", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait until everything is copied, then make the log durable. Call it after all writers ended."""
+        os.close(self.writer)
+        self._thread.join(DRAIN_SECONDS)
+        self._log.close()
+
+    def _copy(self) -> None:
+        while data := os.read(self._reader, CHUNK_BYTES):
+            self._write(self._stream.feed(data))
+        self._write(self._stream.close())
+        os.close(self._reader)
+
+    def _write(self, text: bytes) -> None:
+        self._log.write(text)
+        if self._echo is not None:
+            sys.stdout.write(escape_control(self._echo.decode(text)))
+            sys.stdout.flush()
 
 
 def log_pieces(runtime: Path) -> list[tuple[int, Path]]:

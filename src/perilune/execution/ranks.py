@@ -26,8 +26,7 @@ import psutil
 from perilune.bundle.job import Job
 from perilune.bundle.secret_sources import register_secrets
 from perilune.errors import RequestError
-from perilune.execution.log import write_whole_log
-from perilune.execution.output import LogPump
+from perilune.execution.log import LogPump, write_whole_log
 from perilune.execution.task_environment import make_task_environment
 from perilune.execution.verdict import FAILURE_FILE, Cause, Ending, find_ending
 from perilune.redaction import KNOWN_SECRETS

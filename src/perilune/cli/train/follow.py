@@ -12,8 +12,8 @@ from perilune.cli.train.trackers import LAST_SECONDS, Trackers
 from perilune.cli.units import format_duration
 from perilune.control.runs import progress as events
 from perilune.control.runs.experiments import advance, plan_stages
+from perilune.control.runs.progress import explain_failure
 from perilune.control.runs.requests import cancel_run, request_cancel, request_experiment_cancel
-from perilune.control.runs.stage_failures import explain_failure
 from perilune.errors import PeriluneError, RequestError
 from perilune.metrics.training import describe_training
 

@@ -53,7 +53,7 @@ def wait(
     from perilune.control.record.store import Experiment
     from perilune.control.runs.experiments import POLL_INTERVAL_S
     from perilune.control.runs.next_stage import StageStarter
-    from perilune.control.runs.stage_failures import REQUEST_CAUSES
+    from perilune.control.runs.progress import REQUEST_CAUSES
 
     control = open_control()
     found = find_run_or_experiment(control, target)

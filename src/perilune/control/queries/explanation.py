@@ -13,8 +13,8 @@ from perilune.control.record.transitions import AttemptState, Cleanup, MachineSt
 from perilune.control.runs.current_submission import BLOCKED_EVENT, next_stages
 from perilune.control.runs.experiments import Control, read_progress
 from perilune.control.runs.planner import Step, retry_class
+from perilune.control.runs.progress import REMEDY_PREFIX
 from perilune.control.runs.queue import QueuePosition, find_position, retry_pause_left
-from perilune.control.runs.stage_failures import REMEDY_PREFIX
 from perilune.execution.observation import Observation
 from perilune.execution.placements.upload import SENT_UNIT
 from perilune.execution.processes import Presence

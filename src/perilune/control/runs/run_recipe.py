@@ -7,8 +7,13 @@ from typing import Any
 
 from perilune.bundle.plugin import load_plugin
 from perilune.control.runs.experiments import Control, advance, open_experiment, plan_stages
-from perilune.control.runs.progress import StageEvent, StageFailed, StageFinished, StageReused
-from perilune.control.runs.stage_failures import explain_failure
+from perilune.control.runs.progress import (
+    StageEvent,
+    StageFailed,
+    StageFinished,
+    StageReused,
+    explain_failure,
+)
 from perilune.recipe.evaluation import EVALUATION_STAGE, make_evaluation_recipe
 from perilune.recipe.load import load_recipe
 from perilune.recipe.schema import Recipe
