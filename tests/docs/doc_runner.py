@@ -1,5 +1,6 @@
 """Runs the code and commands of a page's blocks in the page's folder, and checks its recipes."""
 
+import ast
 import importlib
 import itertools
 import json
@@ -45,7 +46,8 @@ def smaller(value: Any, own: Any) -> Any:
 class Runner:
     """Runs the blocks of one page, in order; Python blocks share their names.
 
-    With `runs` set to False, code is only compiled and commands are only parsed. Recipes are still loaded.
+    With `runs` set to False, code is compiled, its names are looked up, and commands are parsed. Recipes are
+    still loaded.
     """
 
     def __init__(self, folder: Path, environment: dict[str, str], seconds: float = 600) -> None:
@@ -82,9 +84,23 @@ class Runner:
         """A titled block is a module, which is only compiled. Other blocks run."""
         if block.title or not self.runs:
             compile(block.text, block.place, "exec")
+            self._check_names(ast.parse(block.text))
             return
         source = "\n" * (block.line - 1) + block.text  # so that tracebacks name the line of the page
         exec(compile(source, str(block.page), "exec"), self.names)
+
+    def _check_names(self, code: ast.Module) -> None:
+        """Check that the names that the code imports from Perilune exist, and the attributes of classes."""
+        for node in ast.walk(code):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "perilune":
+                module = importlib.import_module(str(node.module))
+                for alias in node.names:
+                    assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
+                    self.names[alias.asname or alias.name] = getattr(module, alias.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                owner = self.names.get(node.value.id)
+                known = not isinstance(owner, type) or hasattr(owner, node.attr)
+                assert known, f"{node.value.id} has no {node.attr}"
 
     def _bash(self, block: Block) -> None:
         self._shell(block.text)
