@@ -30,10 +30,7 @@ class Listing:
     def sighting(self, key: str) -> Sighting:
         if self.machines is None:
             return Sighting(Presence.UNKNOWN, why=self.why)
-        machine = self.machines.get(key)
-        if machine is not None and machine.unseen:
-            return Sighting(Presence.UNKNOWN, why=machine.unseen)
-        return Sighting(Presence.ABSENT) if machine is None else Sighting(Presence.PRESENT, machine)
+        return Sighting.of(self.machines.get(key))
 
 
 class Listings:

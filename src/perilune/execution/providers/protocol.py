@@ -106,6 +106,13 @@ class Sighting:
     machine: RentedMachine | None = None
     why: str = ""
 
+    @classmethod
+    def of(cls, machine: RentedMachine | None) -> Sighting:
+        """Return the observation of a machine that the provider lists, or does not list."""
+        if machine is None:
+            return cls(Presence.ABSENT)
+        return cls(Presence.UNKNOWN, why=machine.unseen) if machine.unseen else cls(Presence.PRESENT, machine)
+
 
 @dataclass(frozen=True, slots=True)
 class Offer:

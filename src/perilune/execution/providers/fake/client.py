@@ -49,10 +49,9 @@ class FakeCloud:
 
     def find(self, key: str) -> Sighting:
         try:
-            machines = [machine for machine in self.list(key) if machine.key == key]
+            return Sighting.of(next((machine for machine in self.list(key) if machine.key == key), None))
         except PeriluneError as error:
             return Sighting(Presence.UNKNOWN, why=str(error))
-        return Sighting(Presence.PRESENT, machines[0]) if machines else Sighting(Presence.ABSENT)
 
     def create(self, key: str, request: MachineRequest) -> RentedMachine:
         return _machine(self.call("PUT", f"/machines/{quote(key)}", asdict(request)))

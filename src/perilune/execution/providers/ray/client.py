@@ -67,10 +67,10 @@ class RayCluster:
     def find(self, key: str) -> Sighting:
         try:
             job = self.jobs.find(_parse_key(key)[0])
-            found = [] if job is None else [machine for machine in self._machines(job) if machine.key == key]
+            machines = () if job is None else self._machines(job)
+            return Sighting.of(next((machine for machine in machines if machine.key == key), None))
         except PeriluneError as error:
             return Sighting(Presence.UNKNOWN, why=str(error))
-        return Sighting(Presence.PRESENT, found[0]) if found else Sighting(Presence.ABSENT)
 
     def create(self, key: str, request: MachineRequest) -> RentedMachine:
         """Submit the job that holds the machines of all ranks, or find the existing one."""

@@ -26,9 +26,8 @@ from perilune.execution.providers.skypilot.clusters import Clusters, cluster_of,
 from perilune.execution.providers.skypilot.connection import Bridge
 from perilune.execution.providers.skypilot.skypilot_settings import SkyPilotSettings
 
-CREATE_TIMEOUT_S = (
-    5.0  # seconds to wait for an immediate failure of a launch; a later one is reported at the next request
-)
+# Seconds to wait for an immediate failure of a launch; a later one is reported at the next request.
+CREATE_TIMEOUT_S = 5.0
 
 
 class SkyPilot:
@@ -71,14 +70,9 @@ class SkyPilot:
     def find(self, key: str) -> Sighting:
         """Implement `Provider.find`; asks the clouds now."""
         try:
-            machine = self._look(cluster_of(key)).get(key)
+            return Sighting.of(self._look(cluster_of(key)).get(key))
         except PeriluneError as error:
             return Sighting(Presence.UNKNOWN, why=str(error))
-        if machine is None:
-            return Sighting(Presence.ABSENT)
-        if machine.unseen:
-            return Sighting(Presence.UNKNOWN, why=machine.unseen)
-        return Sighting(Presence.PRESENT, machine)
 
     def create(self, key: str, request: MachineRequest) -> RentedMachine:
         """Launch the cluster of this key, without waiting the minutes that it takes."""
