@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 ANSWER_MARK = ";"
+MAX_COMPACT_CHARS = 24  # characters of a tool's output in the compact form
 TOOLS: Mapping[str, tuple[str, ...]] = {
     "python": ("code",),
     "list_files": (),
@@ -76,3 +77,11 @@ def _read_call(text: str) -> Call | InvalidAction:
     if not all(isinstance(value, str) for value in arguments.values()):
         return InvalidAction(f"every argument of {name} is a text")
     return Call(name, arguments)
+
+
+def render_output(output: str, *, compact: bool) -> str:
+    """Return the output of a tool as the policy sees it; the compact form has its last word alone."""
+    if compact:
+        *_, last = ["", *output.split()]
+        return f"={last[:MAX_COMPACT_CHARS]}\n"
+    return output or "(no output)"

@@ -17,7 +17,14 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from perilune.environments.builtin.tool_calls import ANSWER_MARK, Answer, Call, InvalidAction, read_action
+from perilune.environments.builtin.tool_calls import (
+    ANSWER_MARK,
+    Answer,
+    Call,
+    InvalidAction,
+    read_action,
+    render_output,
+)
 from perilune.environments.builtin.tool_tasks import FAMILIES, ToolTask, matches_expected
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode
@@ -28,9 +35,6 @@ from perilune.errors import PeriluneError
 from perilune.frozen import Frozen
 from perilune.sandbox import Execution, Sandbox, SandboxLimits
 
-_COMPACT_OUTPUT_CHARS = (
-    24  # characters of the last word of the output, which is all that the compact form shows
-)
 _RESULTS_FILE = "results.json"
 _INSTRUCTIONS = """\
 You work in a folder with these files: {files}.
@@ -146,16 +150,16 @@ class ToolsEnvironment(MultiTurn):
     ) -> tuple[str, Mapping[str, bytes]]:
         """Return the output that the policy sees, and the files after the call."""
         if isinstance(action, InvalidAction):
-            return self._format_output(f"error: {action.reason}"), files
+            return render_output(f"error: {action.reason}", compact=self._compact), files
         counts["calls"] += 1.0
         arguments = action.arguments
         match action.name:
             case "list_files":
-                return self._format_output("\n".join(sorted(files))), files
+                return render_output("\n".join(sorted(files)), compact=self._compact), files
             case "read_file":
                 content = files.get(arguments["path"])
                 text = "error: no such file" if content is None else content.decode(errors="replace")
-                return self._format_output(text[: self.spec.sandbox.output]), files
+                return render_output(text[: self.spec.sandbox.output], compact=self._compact), files
             case "write_file":
                 path, text = repr(arguments["path"]), repr(arguments["text"])
                 return self._run(_WRITE_SCRIPT.format(path=path, text=text), files, counts)
@@ -174,19 +178,13 @@ class ToolsEnvironment(MultiTurn):
         if run.cause not in ("", "error"):
             counts[f"contained/{run.cause}"] = counts.get(f"contained/{run.cause}", 0.0) + 1.0
             ended = f"[ended: {run.cause}]\n"
-        return self._format_output(run.output + ended), run.files
+        return render_output(run.output + ended, compact=self._compact), run.files
 
     def _execute(self, code: str, files: Mapping[str, bytes]) -> Execution:
         try:
             return self._sandbox.run(code, files)
         except PeriluneError as error:
             raise EpisodeFailedError("sandbox", error.what) from None
-
-    def _format_output(self, output: str) -> str:
-        if self._compact:
-            *_, last = ["", *output.split()]
-            return f"={last[:_COMPACT_OUTPUT_CHARS]}\n"
-        return output or "(no output)"
 
     def _is_right(self, task: Task, answer: str, files: Mapping[str, bytes]) -> bool:
         data = task.data

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from perilune.environments.builtin import tool_calls
 from perilune.environments.core.long_context import Glimpse
 from perilune.environments.interpreter.interpreter import BlockResult
 
@@ -10,9 +11,6 @@ Tool = Literal["python", "ask"]
 
 _SAMPLE_CHARS = 200
 _LENGTH_DIGITS = 7  # of a compact length, so that a longer context shifts nothing in the prompt
-_COMPACT_OUTPUT_CHARS = (
-    24  # characters of the last word of the output, which is all that the compact form shows
-)
 _OPENING = """\
 {what} of {characters} characters in {lines} lines, too long to show. It begins:
 {sample}
@@ -60,8 +58,4 @@ def render_opening(style: Style, tool: Tool, context: Glimpse, question: str, de
 def render_output(style: Style, block: BlockResult, max_chars: int) -> str:
     """Render the output of a block that did not end the episode."""
     ended = f"[ended: {block.cause}; its variables are lost]\n" if block.cause else ""
-    output = block.output[:max_chars] + ended
-    if style == "compact":
-        *_, last = ["", *output.split()]
-        return f"={last[:_COMPACT_OUTPUT_CHARS]}\n"
-    return output or "(no output)"
+    return tool_calls.render_output(block.output[:max_chars] + ended, compact=style == "compact")

@@ -22,9 +22,7 @@ from perilune.files import write_json
 
 NAME = "local"
 START_TIMEOUT_S = 120.0  # seconds from a worker's start to its claim
-EXIT_MARGIN_S = (
-    10.0  # seconds that a stopping worker may take beyond its task's grace period, to hash outputs
-)
+EXIT_MARGIN_S = 10.0  # seconds after its task's grace period in which a stopping worker hashes outputs
 # Outputs of an earlier attempt that the next one continues from.
 RESTORED_PATHS = (
     *("checkpoints", "episodes", "traces", "metrics.jsonl"),

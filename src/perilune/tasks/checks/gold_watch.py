@@ -14,9 +14,7 @@ from perilune.learn.signals import SignalModels, compute_signals
 from perilune.metrics.overoptimisation import OveroptimisationWatch
 from perilune.models.decoder import Decoder
 
-LARGE_PARAMETERS = (
-    10_000_000  # parameters of a model above which `kl_start` is estimated from a share of the groups
-)
+LARGE_PARAMETERS = 10_000_000  # of a model above which `kl_start` is estimated from a share of the groups
 GROUP_STRIDE = 4  # one group in four: a forward pass over all would take a tenth of a step
 
 
