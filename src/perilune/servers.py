@@ -4,11 +4,18 @@ import json
 import time
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
+
+from pydantic import Field
 
 from perilune.errors import RequestError
 
+ServerToken = Annotated[
+    str | None,
+    Field(description="name of the environment variable that holds the server's token; list it in `secrets`"),
+]
+"""Type of a field of settings that names the token of a server."""
 _MAX_RETRY_DELAY_S = 30.0  # seconds between two attempts
 _RETRY_STATUSES = frozenset({429, 502, 503, 504})
 _MAX_ANSWER_BYTES = 256 << 20  # in one answer

@@ -15,7 +15,7 @@ from perilune.environments.core.rewards import GOLD_METRIC
 from perilune.environments.core.single_turn import SingleTurn
 from perilune.environments.core.tasks_section import TasksSection
 from perilune.frozen import Frozen
-from perilune.servers import JsonClient, ServerError, parse_server_url, require_httpx
+from perilune.servers import JsonClient, ServerError, ServerToken, parse_server_url, require_httpx
 
 _TIMEOUT_S, _MAX_ATTEMPTS = 60.0, 4  # seconds for an answer; attempts, 3.5 s together
 _FIELDS = re.compile(r"\{(question|answer|reference)\}")
@@ -34,10 +34,7 @@ class JudgeSpec(Frozen):
     )
     url: str = Field(description="URL of an OpenAI-compatible server, with or without /v1")
     model: str = Field(description="the model's name on the server")
-    token: str | None = Field(
-        None,
-        description="name of the environment variable that holds the server's token; list it in `secrets`",
-    )
+    token: ServerToken = None
     prompt: str = Field(
         "Grade an answer from 0 (wrong) to 10 (right).\n\n<question>\n{question}\n</question>\n"
         "<reference>\n{reference}\n</reference>\n<answer>\n{answer}\n</answer>\n\n"

@@ -13,7 +13,7 @@ from perilune.environments.core.protocol import EpisodeFailedError
 from perilune.errors import RequestError
 from perilune.files import append_json_line, read_json_lines, sha256_bytes
 from perilune.frozen import Frozen
-from perilune.servers import JsonClient, ServerError, parse_server_url, require_httpx
+from perilune.servers import JsonClient, ServerError, ServerToken, parse_server_url, require_httpx
 
 _BATCH_TEXTS = 64  # of a request
 _TIMEOUT_S, _MAX_ATTEMPTS = 60.0, 4  # seconds for an answer; attempts, 3.5 s together
@@ -25,10 +25,7 @@ class EmbeddingsSpec(Frozen):
 
     url: str = Field(description="URL of an OpenAI-compatible server, with or without /v1")
     model: str = Field(description="the model's name on the server")
-    token: str | None = Field(
-        None,
-        description="name of the environment variable that holds the server's token; list it in `secrets`",
-    )
+    token: ServerToken = None
     record: Path | None = Field(
         None,
         description="absolute path of a JSON Lines file that keeps every embedding, so that replays are the"

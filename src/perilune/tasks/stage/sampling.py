@@ -12,7 +12,7 @@ from perilune.errors import RequestError
 from perilune.frozen import Frozen
 from perilune.learn.name_or_section import NameOrSection
 from perilune.rollout.sub_agents import SubAgents
-from perilune.servers import parse_server_url, require_httpx
+from perilune.servers import ServerToken, parse_server_url, require_httpx
 from perilune.tasks.stage.defaults import ModelDefaults
 
 if TYPE_CHECKING:
@@ -58,10 +58,7 @@ class ServerSpec(Frozen):
     model: str | None = Field(
         None, description="the model's name on the server; needed only if the server has several models"
     )
-    token: str | None = Field(
-        None,
-        description="name of the environment variable that holds the server's token; list it in `secrets`",
-    )
+    token: ServerToken = None
     reported: Literal["raw", "tempered", "processed"] | None = Field(
         None,
         description="log-probs that the server reports: of the model, after temperature, or after all"
