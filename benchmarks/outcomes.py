@@ -114,9 +114,10 @@ def _weight_precision(document: Document) -> str:
         intervals.append(row["difference of pass@1"])
     worst = [f"{max(values):.4f} nats with {kind}" for kind, values in errors.items()]
     without = sum(interval["low"] <= 0 <= interval["high"] for interval in intervals)
+    share = f"All {without}" if without == len(intervals) else f"{without} of the {len(intervals)}"
     return (
-        f"The mean error of a log-prob is at most {' and '.join(worst)}. Of {len(intervals)} intervals of "
-        f"the difference of pass@1, {without} contain 0."
+        f"The mean error of a log-prob is at most {' and '.join(worst)}. {share} intervals "
+        f"for the difference of pass@1 contain 0."
     )
 
 

@@ -39,10 +39,10 @@ RECIPE = HERE / "cold_start.yaml"
 TASKS, SAMPLES, MAX_TOKENS = 256, 16, 64
 KINDS = ("bfloat16", "int8")
 ABOUT = (
-    "A trained tiny model has its weights in bfloat16 or int8, and is compared with itself in float32. "
-    "On answers sampled in float32, the table shows KL(float32 || narrow) and the error of the sampled "
-    "token's log-prob, in nats. The last columns compare pass rates on the same tasks, with an interval "
-    "for the difference."
+    "The benchmark converts the weights of a trained tiny model to bfloat16 or int8, and compares the result "
+    "with the float32 model. On answers that the float32 model sampled, the table shows KL(float32 || "
+    "converted) and the error of the sampled token's log-prob, in nats. The last columns compare pass rates "
+    "on the same tasks, with an interval for the difference."
 )
 
 
