@@ -75,7 +75,7 @@ class Workspace:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write artifacts/summary.json, then delete the files that only resuming needs."""
-        write_atomic(self.artifacts / SUMMARY, summary_document(redact_document(summary)))
+        write_atomic(self.artifacts / SUMMARY, canonical_json(redact_document(summary)) + b"\n")
         for path in self._only_for_resuming:
             hidden = path.with_name(f".{path.name}.old")
             path.rename(hidden)  # so an interrupted deletion leaves no folder that looks complete
@@ -179,8 +179,3 @@ class FollowerWorkspace(Workspace):
 
     def event(self, kind: str, **details: Any) -> None:
         """Do nothing: the first process writes it."""
-
-
-def summary_document(summary: Mapping[str, Any]) -> bytes:
-    """Return the bytes of artifacts/summary.json."""
-    return canonical_json(summary) + b"\n"

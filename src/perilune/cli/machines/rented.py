@@ -351,7 +351,8 @@ def _print_table(machines: Sequence[Machine]) -> None:
         table.add_column(name, no_wrap=name != "note")
     for machine in machines:
         fields = machine_document(machine)
-        kind, age = f"{machine.provider}:{machine.kind}", _age(machine)
+        kind = f"{machine.provider}:{machine.kind}"
+        age = format_duration((machine.ended or time.time()) - machine.created)
         costs = (f"{fields['cost']:.4g}", f"{fields['promised']:.4g}")
         notes = [*([machine.reason] if machine.reason else []), *fields["conditions"]]
         if console.width >= NARROW_COLUMNS:
@@ -362,7 +363,3 @@ def _print_table(machines: Sequence[Machine]) -> None:
             echo("  ".join(["", kind, machine.state, age, f"cost {costs[0]} of at most {costs[1]}", *notes]))
     if table.row_count:
         console.print(table)
-
-
-def _age(machine: Machine) -> str:
-    return format_duration((machine.ended or time.time()) - machine.created)

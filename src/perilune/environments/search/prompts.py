@@ -1,6 +1,5 @@
 """The texts that an agent sees."""
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 Style = Literal["natural", "compact"]
@@ -51,13 +50,10 @@ def render_opening(style: Style, mode: Mode, documents: int, question: str) -> s
 
 def render_list(style: Style, result: Any, max_chars: int) -> str:
     """Return a numbered list of what a single call returned, cut after `max_chars` characters."""
-    lines = [f"{number} {_render_item(style, item)}\n" for number, item in enumerate(_as_list(result), 1)]
+    items = result if isinstance(result, list) else [result]
+    lines = [f"{number} {_render_item(style, item)}\n" for number, item in enumerate(items, 1)]
     text = "".join(lines)[:max_chars]
     return f"=\n{text}" if style == "compact" else text or "(nothing)"
-
-
-def _as_list(result: Any) -> Sequence[Any]:
-    return result if isinstance(result, list) else [result]
 
 
 def _render_item(style: Style, item: Any) -> str:

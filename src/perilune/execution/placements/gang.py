@@ -4,7 +4,7 @@ The first machine leads: its files are the evidence. Of the others, logs and ver
 runtime/node-K. If the worker on one machine fails, the attempt ends on all.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -112,9 +112,10 @@ def combine_observations(looks: Sequence[Observation]) -> Observation:
         return Observation()
     leader = looks[0]
     ended = all(look.verdict is not None for look in looks)
-    worker = (
-        leader.worker if ended else _combine_presences(look.worker for look in looks if look.verdict is None)
-    )
+    worker = leader.worker
+    if not ended:  # UNKNOWN where a worker is not present, because machines with a dead worker have failed
+        present = all(look.worker is Presence.PRESENT for look in looks if look.verdict is None)
+        worker = Presence.PRESENT if present else Presence.UNKNOWN
     heartbeat = min(look.heartbeat for look in looks)
     verdict = leader.verdict if ended else None
     more = any(look.more for look in looks)
@@ -129,8 +130,3 @@ def _has_failed(observation: Observation) -> bool:
 
 def _has_lost_another(observation: Observation) -> bool:
     return observation.verdict is not None and observation.verdict.cause == Cause.PROCESS_LOST
-
-
-def _combine_presences(presences: Iterable[Presence]) -> Presence:
-    """Return PRESENT if all are; otherwise UNKNOWN, because machines with a dead worker count as failed."""
-    return Presence.PRESENT if all(item is Presence.PRESENT for item in presences) else Presence.UNKNOWN

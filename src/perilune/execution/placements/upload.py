@@ -106,7 +106,7 @@ class Upload:
 
     def _data(self, head: bytes, wanted: Mapping[str, int]) -> Iterator[bytes]:
         """Yield the content of the stream. Reports progress meanwhile."""
-        files = [_entry_fields(entry) for entry in self.entries]
+        files = [[entry.path, entry.size, entry.sha256, entry.mode] for entry in self.entries]
         yield head + canonical_json({"files": files, "origins": self._origins}) + b"\n"
         done, reported = sum(wanted.values()), time.monotonic()
         total = sum(self._sizes[sha256] for sha256 in wanted)
@@ -155,7 +155,3 @@ def _list_entries(directory: Path) -> Iterator[Entry]:
     for relative, status in walk(directory):
         if stat.S_ISREG(status.st_mode):
             yield frozen.get(relative) or make_entry(directory / relative, relative, status)
-
-
-def _entry_fields(entry: Entry) -> list[Any]:
-    return [entry.path, entry.size, entry.sha256, entry.mode]
