@@ -7,6 +7,7 @@ run over the whole batch of one optimizer step, so L does not depend on micro-ba
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Literal
 
 import numpy as np
@@ -131,10 +132,7 @@ def step_figures(groups: Sequence[WeightedGroup]) -> dict[str, float]:
     for group in groups:
         for name, value in group.figures.items():
             by_name.setdefault(name, []).append(value)
-    return {
-        name: max(values) if name.endswith("_max") else math.fsum(values) / len(values)
-        for name, values in by_name.items()
-    }
+    return {name: max(values) if name.endswith("_max") else fmean(values) for name, values in by_name.items()}
 
 
 def rewards(group: Sequence[Episode]) -> NDArray[np.float64]:

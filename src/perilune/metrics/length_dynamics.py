@@ -13,6 +13,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from perilune.data.episode import Episode
@@ -116,7 +117,7 @@ def surprisal_by_fifth(episodes: Sequence[Episode]) -> list[float | None]:
         ):
             if own:
                 surprisals[5 * position // length].append(-logprob)
-    return [math.fsum(values) / len(values) if values else None for values in surprisals]
+    return [fmean(values) if values else None for values in surprisals]
 
 
 def _mean_length(bins: Mapping[str, Bin]) -> float:

@@ -12,6 +12,7 @@ The distances of both laws are not comparable. Sums use `math.fsum`, so figures 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal, NamedTuple
 
 from perilune.errors import RequestError
@@ -182,7 +183,7 @@ class OveroptimisationWatch:
         start = self._gold[:3]
         if not start:
             return None
-        base = math.fsum(start) / len(start)
+        base = fmean(start)
         return fit_gold(self._distances, [gold - base for gold in self._gold], self._law)
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from perilune.ui.attempt import Attempt, Columns
@@ -120,4 +121,4 @@ def to_sample_columns(rows: Sequence[Mapping[str, float | None]]) -> Columns:
 
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if known else None
+    return fmean(known) if known else None

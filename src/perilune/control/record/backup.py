@@ -163,10 +163,8 @@ def _copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
     for name in names:
         path = source / name
         if path.is_dir():
-            shutil.copytree(path, target / name, symlinks=True, dirs_exist_ok=True, ignore=_ignore_unfinished)
+            shutil.copytree(
+                path, target / name, symlinks=True, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.tmp")
+            )
         elif path.is_file():
             shutil.copy2(path, target / name)
-
-
-def _ignore_unfinished(_: str, names: list[str]) -> set[str]:
-    return {name for name in names if name.endswith(".tmp")}

@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from statistics import fmean
 
 from perilune.files import finite_number
 
@@ -65,7 +66,7 @@ def find_shifts(values: Values, *, sigmas: float, least: float, sticky: int, sha
         if value is not None and len(normal) >= MIN_BASELINE_STEPS:
             centre = math.fsum(list(normal)[-CENTRE_STEPS:]) / CENTRE_STEPS
             steps = [(after - before) ** 2 for before, after in pairwise(normal)]
-            noise = math.sqrt(math.fsum(steps) / len(steps) / 2 * (1 + 1 / CENTRE_STEPS))
+            noise = math.sqrt(fmean(steps) / 2 * (1 + 1 / CENTRE_STEPS))
             limit = max(least, share * abs(centre), sigmas * noise)
             if sticky and signs[-CONFIRM_STEPS:] == [sticky] * CONFIRM_STEPS:
                 limit /= 2  # on the way back, chance must not end it

@@ -7,6 +7,7 @@ section), or else from the environment's own term `well_formed`.
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from perilune.bundle.job import Job
@@ -25,7 +26,7 @@ def form_share(episodes: Sequence[Episode]) -> float | None:
     """Return the share of scored answers with the form; None if no reward term says so."""
     for name in FORM_TERMS:
         if values := [episode.reward_terms[name] for episode in episodes if name in episode.reward_terms]:
-            return math.fsum(values) / len(values)
+            return fmean(values)
     return None
 
 

@@ -8,6 +8,7 @@ does not inflate it.
 """
 
 import math
+from statistics import fmean
 
 WINDOW_STEPS = 10  # steps in a mean
 MIN_DROP_SHARE = 0.4  # smallest drop, relative to the best mean
@@ -45,8 +46,8 @@ class CollapseWatch:
         if len(self._rewards) < 2 * WINDOW_STEPS:
             return ""
         before = slice(-2 * WINDOW_STEPS, -WINDOW_STEPS)
-        self.best = max(self.best, _mean(self._rewards[before]))
-        self._fewest_dead = min(self._fewest_dead, _mean(self._dead[before]))
+        self.best = max(self.best, fmean(self._rewards[before]))
+        self._fewest_dead = min(self._fewest_dead, fmean(self._dead[before]))
         mean = self.mean
         drop, min_drop = self.best - mean, MIN_DROP_SHARE * abs(self.best)
         self._drop_steps = self._drop_steps + 1 if drop > self._max_noise() and drop >= min_drop else 0
@@ -54,7 +55,7 @@ class CollapseWatch:
             self.alarm, self.since = True, self.since or step
             return (
                 f"the reward collapsed: {mean:.3g} over the last {WINDOW_STEPS} steps, {self.best:.3g} at its"
-                f" best, and {_mean(self._dead[-WINDOW_STEPS:]):.0%} of groups have equal rewards. Lower lr,"
+                f" best, and {fmean(self._dead[-WINDOW_STEPS:]):.0%} of groups have equal rewards. Lower lr,"
                 " set kl, or continue from an earlier checkpoint"
             )
         if self.alarm and drop < min_drop / 2:
@@ -65,11 +66,11 @@ class CollapseWatch:
     @property
     def mean(self) -> float:
         """Mean reward over the last window."""
-        return _mean(self._rewards[-WINDOW_STEPS:])
+        return fmean(self._rewards[-WINDOW_STEPS:])
 
     def _max_noise(self) -> float:
         """Return the largest drop that may be noise."""
-        dead = _mean(self._dead[-WINDOW_STEPS:])
+        dead = fmean(self._dead[-WINDOW_STEPS:])
         errors = (
             MIN_DROP_ERRORS_IF_DEAD
             if dead >= max(MIN_DEAD_SHARE, self._fewest_dead + MIN_DEAD_RISE)
@@ -77,7 +78,3 @@ class CollapseWatch:
         )
         variance = self._squares / (2 * (len(self._rewards) - 1))
         return errors * math.sqrt(2 * variance / WINDOW_STEPS)
-
-
-def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ class GoldWatch:
         if not judged:
             return {}
         gold_scores = [episode.metrics[GOLD_METRIC] for group in judged for episode in group]
-        gold = math.fsum(gold_scores) / len(gold_scores)
+        gold = fmean(gold_scores)
         kl = self._kl_from_start(judged)
         was_recommended, was_alarmed = self._watch.recommended_stop, self._watch.alarm
         figures = self._watch.observe(step, kl, gold)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 MIN_STEPS = 10  # steps below which nothing is concluded
@@ -50,4 +51,4 @@ def _causes(lines: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _mean(lines: Sequence[Mapping[str, Any]], name: str) -> float:
-    return math.fsum(line[name] for line in lines) / len(lines)
+    return fmean(line[name] for line in lines)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
@@ -162,7 +163,7 @@ def reward_term_means(episodes: Sequence[Episode]) -> dict[str, float]:
     for episode in episodes:
         for name, value in episode.reward_terms.items():
             terms.setdefault(f"term/{name}", []).append(value)
-    return {name: math.fsum(values) / len(values) for name, values in sorted(terms.items())}
+    return {name: fmean(values) for name, values in sorted(terms.items())}
 
 
 def compare_lengths(workspace: Workspace) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import partial
+from statistics import fmean
 
 import numpy as np
 
@@ -33,7 +34,7 @@ def exact_figures(
         decision.name: [chance / total if total else 1 / len(chances) for chance in chances]
         for decision, chances, total in zip(game.decisions, moves, legal, strict=True)
     }
-    illegal = 1 - math.fsum(legal) / len(legal)
+    illegal = 1 - fmean(legal)
     return {"exploitability": game.exploitability(policy), "illegal_mass": max(illegal, 0.0)}
 
 

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from perilune.data.episode import Episode
 
@@ -51,7 +52,7 @@ def game_figures(episodes: Sequence[Episode]) -> dict[str, float]:
         figures["openings"] = effective_number(Counter(first))
     for player in sorted({episode.player for episode in judged}):
         rewards = [episode.reward or 0.0 for episode in judged if episode.player == player]
-        figures[f"seat/{player}/reward"] = math.fsum(rewards) / len(rewards)
+        figures[f"seat/{player}/reward"] = fmean(rewards)
         figures[f"seat/{player}/won"] = sum(reward > 0 for reward in rewards) / len(rewards)
     return figures
 
@@ -101,4 +102,4 @@ def _first_move(episode: Episode) -> str:
 
 def _mean(lines: Sequence[Mapping[str, float]], name: str) -> float | None:
     values = [line[name] for line in lines if name in line]
-    return math.fsum(values) / len(values) if values else None
+    return fmean(values) if values else None

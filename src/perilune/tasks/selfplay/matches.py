@@ -1,8 +1,8 @@
 """Evaluating the members of a league: matches against earlier policies and named players, and exact play."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from perilune.engine.backend import SamplingBackend
@@ -176,5 +176,5 @@ def _match_summary(first: str, second: str, returns: Sequence[float]) -> dict[st
     counts = {"won": 0, "drawn": 0, "lost": 0}
     for value in returns:
         counts["won" if value > 0 else "lost" if value < 0 else "drawn"] += 1
-    mean = math.fsum(returns) / len(returns) if returns else None
+    mean = fmean(returns) if returns else None
     return {"first": first, "second": second, **counts, "return": mean}

@@ -1,8 +1,8 @@
 """The outcomes of episodes: pass rates, strategies, and the summary of an evaluation with pass@k."""
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 from perilune.data.episode import Episode
@@ -67,11 +67,7 @@ def environment_figures(groups: Sequence[Sequence[Episode]]) -> dict[str, float]
     for part, own in groups_by_part(groups).items():
         rewards = [episode.reward for group in own for episode in group if episode.reward is not None]
         right = sum(is_correct(episode) for group in own for episode in group)
-        means = (
-            {"reward": math.fsum(rewards) / len(rewards), "pass_rate": right / len(rewards)}
-            if rewards
-            else {}
-        )
+        means = {"reward": fmean(rewards), "pass_rate": right / len(rewards)} if rewards else {}
         live = _live_share(own)
         figures |= {
             f"environment/{part}/{name}": value
@@ -101,7 +97,7 @@ def outcome_figures(episodes: Sequence[Episode], where: str) -> dict[str, Any]:
         first = episodes[0].failure
         raise WorkFailedError(f"the verifier scored no episode; the first failure: {first}", where=where)
     figures: dict[str, Any] = {
-        "reward": math.fsum(rewards) / len(rewards),
+        "reward": fmean(rewards),
         "pass_rate": sum(map(is_correct, episodes)) / len(rewards),
         **count_failures(episodes),
         "length": sum(episode.sampled for episode in episodes) / len(episodes),

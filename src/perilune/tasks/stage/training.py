@@ -1,11 +1,11 @@
 """The training loop of every stage: it resumes, times, records, saves and finishes around `step`."""
 
-import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Protocol
 
 from perilune.bundle.remote.runner import OPTIMIZER  # the folder of the learner's state in a checkpoint
@@ -337,7 +337,7 @@ def mean_first_and_last(lines: Sequence[Mapping[str, Any]], names: Sequence[str]
     edge = max(1, min(5, len(lines) // 2))
 
     def means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        return {name: math.fsum(row[name] for row in rows) / len(rows) for name in names}
+        return {name: fmean(row[name] for row in rows) for name in names}
 
     return {
         "first": means(lines[:edge]),
