@@ -25,6 +25,7 @@ from drill_cases import (
 from sqlalchemy import select
 
 from perilune.cli.console import PlainLines
+from perilune.cli.inspect.run_table import live_stages
 from perilune.cli.train.follow import show_event
 from perilune.control.queries.explanation import explain_run
 from perilune.control.record.ledger import commit_result
@@ -170,6 +171,21 @@ def test_cancel_ends_all_processes_and_next_run_resumes_from_checkpoint(control:
     again = carry_out(control, drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True))
     assert isinstance(again[-1], StageFinished) and again[-1].summary["began_at"] == 2
     assert control.run(again[-1].run_id).retry_of == run.id
+
+
+def test_clock_set_back_gives_no_negative_duration(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, wall = drill_plan(), time.time
+    events = advance(control, begin(control, [plan]), [plan])
+    next(events)
+    monkeypatch.setattr("time.time", lambda: wall() - 7200.0)
+    (live,) = live_stages(control, 1, refresh=False)
+    assert live.seconds == 0.0
+    *_, last = events
+    assert isinstance(last, StageFinished) and last.seconds == 0.0
+    (attempt,) = attempts(control, last.run_id)
+    assert attempt.ended is not None and attempt.ended >= attempt.created
 
 
 def test_cancel_of_queued_run_creates_no_attempt(control: Control) -> None:

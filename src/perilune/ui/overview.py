@@ -121,7 +121,7 @@ def list_placements(view: ExperimentView) -> list[Placement]:
             machines=attempt.machines,
             state=attempt.state,
             cause=attempt.cause,
-            seconds=(attempt.ended or time.time()) - attempt.began,
+            seconds=max(0.0, (attempt.ended or time.time()) - attempt.began),
             price=attempt.price,
             cost=attempt.cost,
         )

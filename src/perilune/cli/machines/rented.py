@@ -352,7 +352,7 @@ def _print_table(machines: Sequence[Machine]) -> None:
     for machine in machines:
         fields = machine_document(machine)
         kind = f"{machine.provider}:{machine.kind}"
-        age = format_duration((machine.ended or time.time()) - machine.created)
+        age = format_duration(max(0.0, (machine.ended or time.time()) - machine.created))
         costs = (f"{fields['cost']:.4g}", f"{fields['promised']:.4g}")
         notes = [*([machine.reason] if machine.reason else []), *fields["conditions"]]
         if console.width >= NARROW_COLUMNS:

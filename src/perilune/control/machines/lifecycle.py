@@ -322,7 +322,7 @@ class Fleet:
             row.cost = now.recorded.accrued_cost(now.recorded.missing_since or now.time)  # upper bound
             if listed is not None and listed.status is MachineStatus.ENDED:
                 row.cost = max(0.0, min(row.cost, compute_cost(row.price, listed.billed_seconds)))
-            row.ended = time.time()
+            row.ended = max(row.created, time.time())
             _move_machine(session, row, MachineState.GONE, reason)
             attempt = session.get(Attempt, (row.run_id, row.epoch))
             if attempt is not None and _others_are_gone(session, row):

@@ -301,7 +301,7 @@ def move_run(session: Session, run: Run, state: RunState, *, cause: str = "", me
     run.state = state.value
     run.cause, run.message = cause, message
     if state.is_terminal:
-        run.ended = time.time()
+        run.ended = max(run.created, time.time())  # the wall clock may have been set back
         clear_condition(session, run.id, RUN_CONDITION)
     detail = _detail(cause, message)
     record_event(session, f"run.{state.value}", run_id=run.id, epoch=run.current_epoch, **detail)
@@ -325,7 +325,8 @@ def move_attempt(
     """
     attempt.state = state.value
     if state.is_terminal:
-        attempt.cause, attempt.message, attempt.ended = cause, message, time.time()
+        attempt.cause, attempt.message = cause, message
+        attempt.ended = max(attempt.created, time.time())
     detail = _detail(cause, message)
     record_event(session, f"attempt.{state.value}", run_id=attempt.run_id, epoch=attempt.number, **detail)
 
