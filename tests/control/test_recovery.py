@@ -173,9 +173,7 @@ def test_cancel_ends_all_processes_and_next_run_resumes_from_checkpoint(control:
     assert control.run(again[-1].run_id).retry_of == run.id
 
 
-def test_clock_set_back_gives_no_negative_duration(
-    control: Control, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clock_set_back_gives_no_negative_duration(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, wall = drill_plan(), time.time
     events = advance(control, begin(control, [plan]), [plan])
     next(events)

@@ -182,6 +182,30 @@ def test_collect_skips_damaged_file_and_names_it_in_a_notice(
     assert Path(name).name in notices[0].text
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("correct_per_task", [7]),
+        ("strategies", {"direct": None}),
+        ("samples", "many"),
+        ("pass@1", {"mean": 0.5, "low": "x", "high": 1.0}),
+        ("implicit_objective", [1.0]),
+    ],
+)
+def test_summary_with_a_wrong_type_is_left_out_and_named(
+    unfinished: SyntheticExperiment, key: str, value: object
+) -> None:
+    root = unfinished.rl(steps=3, prompts=2) if key == "implicit_objective" else None
+    attempt = Attempt(root or unfinished.view().stages[-1].attempt_dir)
+    assert attempt.root is not None
+    path = attempt.root / "artifacts" / "summary.json"
+    path.write_text(json.dumps({**attempt.summary, key: value}))
+    data = collect_report(unfinished.view())
+    (notice,) = [notice for notice in data.notices if notice.kind == "damage"]
+    assert "summary.json: has a value of a wrong type" in notice.text
+    assert len(data.evaluations) == (1 if root else 0)
+
+
 def test_view_folder_reads_stages_without_a_control_plane(experiment: ExperimentView) -> None:
     home = experiment.stages[0].attempt_dir.parents[3]  # type: ignore[union-attr]
     view = view_folder(home)

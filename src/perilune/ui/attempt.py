@@ -170,6 +170,18 @@ class Attempt:
         document = self._unless_damaged(lambda: read_json(path)) if path.exists() else None
         return document if isinstance(document, dict) else {}
 
+    def from_summary(self, read: Callable[[], T]) -> T | None:
+        """Return what `read` makes of the summary; None, and a line in `damage`, for a wrong type in it."""
+
+        def checked() -> T:
+            try:
+                return read()
+            except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+                where = f"{self.root}/artifacts/summary.json"
+                raise RequestError(f"has a value of a wrong type: {error}", where=where) from error
+
+        return self._unless_damaged(checked)
+
     def _unless_damaged(self, read: Callable[[], T]) -> T | None:
         try:
             return read()

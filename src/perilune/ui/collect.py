@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import perilune
@@ -137,7 +138,7 @@ def collect_report(view: ExperimentView, *, embed: bool = True) -> ReportData:
         [EpisodeSource(stage.name, stage.task, attempt) for stage, attempt in pairs]
     )
     provenance, state = collect_provenance(view, attempts), worst_state(view.stages)
-    names = {stage.name for stage, _ in pairs}
+    names, objective = {stage.name for stage, _ in pairs}, _objective_charts(pairs)
     stages = [describe_stage(run, attempt, view.declared.get(run.name, {}), names) for run, attempt in pairs]
     return ReportData(
         experiment=Identity(view.name, state, view.seed),
@@ -160,7 +161,7 @@ def collect_report(view: ExperimentView, *, embed: bool = True) -> ReportData:
             *difficulty_charts(evaluations),
             *pass_at_k_charts(evaluations),
             *pass_rate_charts(evaluations),
-            *_objective_charts(pairs),
+            *objective,
         ],
         lengths=length_charts([(evaluation.label, attempt) for evaluation, attempt in evaluated]),
         hardest=find_hardest_tasks(evaluated),
@@ -228,7 +229,8 @@ def _evaluation(stage: StageView, attempt: Attempt) -> Evaluation | None:
         return None
     answers = attempt.scores(attempt.greedy_file) if attempt.greedy_file else []
     greedy = {score.task_id: score.reward >= RIGHT_REWARD for score in answers if score.reward is not None}
-    return read_evaluation(stage.name, _checkpoint_label(stage, attempt), attempt.summary, greedy)
+    label = _checkpoint_label(stage, attempt)
+    return attempt.from_summary(partial(read_evaluation, stage.name, label, attempt.summary, greedy))
 
 
 def _checkpoint_label(stage: StageView, attempt: Attempt) -> str:
@@ -344,5 +346,7 @@ def _objective_charts(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Figure
         if curve is None:
             curve = _implied_objective(algorithm, samples)
         if curve:
-            return [objective_chart(ALGORITHM_NAMES.get(algorithm, algorithm), samples, curve)]
+            label = ALGORITHM_NAMES.get(algorithm, algorithm)
+            chart = attempt.from_summary(partial(objective_chart, label, samples, curve))
+            return _present([chart])
     return []

@@ -114,7 +114,8 @@ def read_evaluation(
 
 def _read_bounds(value: Any) -> Bounds:
     if isinstance(value, Mapping):
-        return (float(value["mean"]), value.get("low"), value.get("high"))
+        low, high = (None if value.get(key) is None else float(value[key]) for key in ("low", "high"))
+        return (float(value["mean"]), low, high)
     return (float(value), None, None)
 
 

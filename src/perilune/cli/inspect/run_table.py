@@ -110,7 +110,9 @@ def live_stages(
         LiveStage(
             status,
             read_progress(status.attempt_dir) if status.attempt_dir and status.state == "active" else None,
-            status.seconds if status.seconds is not None else status.created and max(0.0, clock - status.created),
+            status.seconds
+            if status.seconds is not None
+            else status.created and max(0.0, clock - status.created),
         )
         for experiment in latest
         for status in statuses
