@@ -50,6 +50,10 @@ def test_scores_keep_order_terms_and_metrics(shared):
     assert outcomes[7] == Score(7.0, {"raw": 1.0}, {"strategy/direct": 1.0})
 
 
+def test_reward_as_text_counts_as_its_number(shared):
+    assert [outcome.reward for outcome in score_texts(shared, "word 1.0", "word  -2e-1")] == [1.0, -0.2]
+
+
 def test_empty_batch_returns_no_scores(shared):
     assert shared.score([]) == []
 
