@@ -99,7 +99,7 @@ def test_environment_with_too_few_tasks_is_an_error(task: str, options: Row, tmp
 
 @pytest.mark.parametrize("task", ["rl", "evaluate"])
 def test_max_tokens_beyond_the_model_positions_is_refused(task: str, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="max_tokens is 4096, and the model has 4096 positions"):
+    with pytest.raises(RequestError, match="max_tokens: 4096 is too many: the model has 4096 positions"):
         run_task(tmp_path / "whole", task, max_tokens=4096)
     with pytest.raises(RequestError, match=r"\d tokens and 4095 more exceed the model's 4096"):
         run_task(tmp_path / "prompt", task, max_tokens=4095)

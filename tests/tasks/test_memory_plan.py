@@ -244,7 +244,7 @@ def test_gpu_engine_stores_matrices_in_the_compute_precision(
 
 @pytest.mark.parametrize("task", ["rl", "evaluate"])
 def test_plan_refuses_answers_that_leave_no_room_for_prompts(task: str, large: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match="max_tokens is 40960, and the model has 40960 positions"):
+    with pytest.raises(RequestError, match="max_tokens: 40960 is too many: the model has 40960 positions"):
         derived(task, model=large, max_tokens=40960)
     derived(task, model=large, max_tokens=40959)
 

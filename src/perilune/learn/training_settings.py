@@ -144,7 +144,7 @@ class LoRASettings(Frozen):
         widest = config.hidden_size  # a dimension of every linear map that may get an adapter
         if self.rank > widest:
             raise RequestError(
-                f"rank {self.rank:,} exceeds the rank of every matrix of this model, {widest:,} at most",
+                f"{self.rank:,} exceeds the rank of every matrix of this model, {widest:,} at most",
                 where="lora.rank",
                 remedy=f"set it to {widest} at most; 8 to 64 is usual",
             )

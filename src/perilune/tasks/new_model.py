@@ -38,7 +38,7 @@ class NewModel(Stage[NewModelSpec]):
             RequestError: when there is data, and no tokenizer to train.
         """
         if spec.data is not None and not is_trained(job.model):
-            message = "data is what `tokenizer: bpe` of the recipe's model is trained on"
+            message = "only `tokenizer: bpe` of the recipe's model is trained on it"
             raise RequestError(message, where="data", remedy="remove it, or set model.tokenizer to bpe")
         config = PRESETS[spec.preset]
         return {"model": f"{config.num_layers} layers of width {config.hidden_size}"}

@@ -304,8 +304,8 @@ def require_prompt_room(config: DecoderConfig, max_tokens: int) -> None:
     """
     if max_tokens >= config.max_position_embeddings:
         raise RequestError(
-            f"max_tokens is {max_tokens}, and the model has {config.max_position_embeddings} positions for"
-            " prompt and answer together",
+            f"{max_tokens} is too many: the model has {config.max_position_embeddings} positions for prompt"
+            " and answer together",
             where="max_tokens",
             remedy="lower max_tokens",
         )
