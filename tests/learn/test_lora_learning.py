@@ -114,7 +114,7 @@ def test_default_lora_targets_are_the_linear_maps_of_the_model() -> None:
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
     for section, message in (
         ({"targets": ["q_proj", "up_proj"]}, "no linear map up_proj"),
-        ({"rank": 33}, r"rank 33 exceeds.* 32 at most"),
+        ({"rank": 33}, r"lora.rank: 33 exceeds.* 32 at most"),
         ({"base": "int8"}, "experts of gpt_oss cannot be stored in int8"),
     ):
         with pytest.raises(RequestError, match=message):
