@@ -168,7 +168,7 @@ def test_invalid_keys_and_options_are_refused(perilune: Command, recipe: str, co
             "--random and --search exclude each other",
         ),
         (("--seeds", "x"), "neither a number of seeds"),
-        (("--template", "local", "--slots", "2"), "--slots is for this machine"),
+        (("--template", "local", "--slots", "2"), "--slots applies to this machine only"),
     ):
         code, _, err = perilune("sweep", recipe, *arguments)
         assert code == 2 and message in err, err

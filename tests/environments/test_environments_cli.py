@@ -51,7 +51,7 @@ def test_list_counts_families_and_games_or_names_them(monkeypatch):
     for name, kind, least in (
         ("open_spiel", "games", 60),
         ("textarena", "games", 60),
-        ("reasoning_gym", "tasks", 90),
+        ("reasoning_gym", "families", 90),
     ):
         (line,) = (line for line in lines if line.startswith(f"{name} "))
         counted = re.search(rf"\. (\d+) {kind}\b", line)

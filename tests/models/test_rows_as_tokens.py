@@ -143,7 +143,7 @@ def test_validation_split_without_training_rows_is_rejected(pairs: bool, tmp_pat
     path.write_text(3 * (json.dumps(row) + "\n"))  # rows with equal prompts stay on one side of the split
     with pytest.raises(RequestError, match=r"holds out 3 of 3 rows and leaves 0 to train on") as caught:
         RowReader(Tokenizer.characters(), 64).check(path, pairs=pairs, validation=0.999)
-    assert caught.value.where == str(path) and "more prompts" in caught.value.remedy
+    assert caught.value.where == str(path) and "add prompts" in caught.value.remedy
 
 
 def test_long_rows_are_rejected_dropped_or_truncated(tmp_path: Path) -> None:

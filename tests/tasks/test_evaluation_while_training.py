@@ -214,7 +214,7 @@ def test_validation_traces_are_not_trained_on(traces: Path, tmp_path: Path) -> N
     ("task", "options", "message"),
     [
         ("rl", {"eval": {}, "keep": {"best": "reward"}}, "remove keep.best"),
-        ("sft", {"validation": 0.1}, "set eval too"),
+        ("sft", {"validation": 0.1}, "Set eval, or validation: 0"),
         ("selfplay", {"eval": {}}, "selfplay evaluates by matches"),
         ("selfplay", {"asynchronous": {}}, "selfplay cannot sample asynchronously"),
         ("rl", {"eval": {"sets": {"data": {}}}}, "a set cannot be called 'data'"),

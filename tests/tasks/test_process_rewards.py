@@ -217,7 +217,7 @@ def test_continuations_use_other_random_numbers_than_episodes(policy) -> None:
 def test_monte_carlo_values_refuse_multi_turn_environments(policy) -> None:
     made = process(policy, AnswerValues())
     made.rollouts.environment.max_turns = 3
-    with pytest.raises(RequestError, match="several turns"):
+    with pytest.raises(RequestError, match="supports one turn per episode"):
         replace(made, settings=MonteCarloValues())
 
 

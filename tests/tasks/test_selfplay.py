@@ -305,7 +305,7 @@ def test_magnet_is_the_newest_member_before_and_after_resume(
 
 
 @pytest.mark.parametrize(
-    ("more", "what"), [({}, "kl is 0"), ({"kl": 0.1, "lora": {"rank": 2}}, "Remove lora")]
+    ("more", "what"), [({}, "kl is 0"), ({"kl": 0.1, "lora": {"rank": 2}}, "neither with lora")]
 )
 def test_magnet_without_a_movable_reference_is_refused(more: dict[str, Any], what: str) -> None:
     with pytest.raises(ValueError, match=what):
