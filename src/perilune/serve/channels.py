@@ -44,8 +44,7 @@ class ChannelsReader:
         forced: bool = False,
     ) -> None:
         self._format, self._calls_left = calls, max_calls
-        spelling = calls.spelling if forced and calls is not None else None
-        self._forced = None if spelling is None else ForcedCalls(spelling)
+        self._forced = ForcedCalls.of_format(calls) if forced else None
         self._kind: Kind | None = "content" if beginning == "content" else None  # of the open message
         self._header: str | None = None  # of the call that is open
         self._at_start = True  # no message so far

@@ -3,11 +3,13 @@
 The grammar guarantees the texts around names and arguments (`ToolFormat.spelling`), so nothing is held back.
 """
 
+from __future__ import annotations
+
 import re
 from typing import Literal
 
 from perilune.data.tool_calls import ToolCall
-from perilune.serve.tool_formats import NAME, Brackets, Spelling
+from perilune.serve.tool_formats import NAME, Brackets, Spelling, ToolFormat
 
 CallPart = tuple[Literal["call"], ToolCall] | tuple[Literal["arguments", "end"], str]
 """The name and first arguments of a call; further arguments of the last call; or its end, with no text."""
@@ -22,6 +24,11 @@ class ForcedCalls:
         self._head = re.compile(rf"{before}({NAME}){between}(?=\S)")
         self._buffer = ""  # the text since the last call, or the arguments of the open one
         self._brackets: Brackets | None = None  # of the open call
+
+    @classmethod
+    def of_format(cls, form: ToolFormat | None) -> ForcedCalls | None:
+        """Return the reader for a format; None if calls in it cannot be forced."""
+        return None if form is None or form.spelling is None else cls(form.spelling)
 
     def feed(self, text: str) -> list[CallPart]:
         """Return the parts that can be read with more text. A truncated answer leaves its last call open."""

@@ -86,8 +86,7 @@ class PartsReader:
         forced: bool = False,
     ) -> None:
         self._format, self._calls_left = calls, max_calls
-        spelling = calls.spelling if forced and calls is not None else None
-        self._forced = None if spelling is None else ForcedCalls(spelling)
+        self._forced = ForcedCalls.of_format(calls) if forced else None
         self._state = beginning
         self._buffer = ""
         self._skip_whitespace = False  # nothing but white space since the reasoning or the last call

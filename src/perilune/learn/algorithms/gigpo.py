@@ -5,11 +5,9 @@ Feng et al., arXiv 2505.10978.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
 from perilune.data.episode import Episode
@@ -81,15 +79,9 @@ class GiGPO(ClippedPolicyGradient):
     def _turns(self, index: int, episode: Episode, score: float) -> Iterator[Turn]:
         """Yield the turns of an episode, the last one first."""
         earned, value = token_rewards(episode, score), 0.0
-        spans = sampled_spans(episode.loss_mask)
-        for number, (start, stop) in reversed(list(enumerate(spans))):
-            before = spans[number - 1][1] if number else 0
-            observed = episode.token_ids[before:start] if start else episode.prompt_ids
-            value = float(earned[start:stop].sum()) + self.gamma * value
-            yield Turn(index, start, stop, observed.tobytes(), value)
-
-
-def sampled_spans(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """Return (start, stop) of each run of sampled tokens."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8))).tolist()
-    return list(pairwise(edges))[::2]
+        runs = episode.runs()
+        for number, (is_own, start, stop) in reversed(list(enumerate(runs))):
+            if is_own:
+                observed = episode.token_ids[runs[number - 1][1] : start] if number else episode.prompt_ids
+                value = float(earned[start:stop].sum()) + self.gamma * value
+                yield Turn(index, start, stop, observed.tobytes(), value)
