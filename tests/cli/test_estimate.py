@@ -229,6 +229,14 @@ def test_calibration_recipe_is_valid_and_its_rewards_differ(tmp_path: Path) -> N
     assert [isinstance(score, Score) and score.reward for score in scores] == [1.0, 6 / 7, 0.0]
 
 
+def test_calibration_of_the_simulator_has_turns_that_end_and_rewards_that_differ(tmp_path: Path) -> None:
+    section = {"id": calibration_module.TURNS, "source": calibration_module.ENVIRONMENT}
+    environment = make_environment(section)
+    task = next(environment.tasks("train", 0))
+    scores = [environment.score(task, Transcript(text, earlier=("0", "0"))) for text in ("a", "b")]
+    assert [isinstance(score, Score) and score.reward for score in scores] == [6 / 7, 0.0]
+
+
 def test_calibration_measures_steps_of_a_real_model() -> None:
     model = new_model("tiny", Tokenizer.characters(), seed=0)
     for measure in (

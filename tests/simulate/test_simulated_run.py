@@ -15,6 +15,7 @@ from perilune.data.episode import Episode
 from perilune.data.episodes_file import write_episodes
 from perilune.errors import RequestError
 from perilune.simulate.asynchronous import simulate_run
+from perilune.simulate.calibrate import fit_training
 from perilune.simulate.engine import SimulatedEngine, SimulatedModel
 from perilune.simulate.episodes import AssumedLengths, RecordedLengths
 from perilune.simulate.hardware import CARDS, ComputedSteps, parse_machines
@@ -24,7 +25,15 @@ from perilune.simulate.times import Calibrated, MeasuredTimes, load_coefficients
 from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings
 
 STEP = StepCost({name: 1e-2 if name == "step" else 1e-6 for name in FEATURE_NAMES})
-TIMES = MeasuredTimes(STEP, (0.05, 1e-5, 0.0), (0.01, 0.0, 0.0), (0.0, 1e-4), 0.01, 1.0, 0.0)
+TIMES = MeasuredTimes(
+    STEP,
+    update=(0.05, 1e-5, 0.0),
+    recording=(0.01, 0.0, 2e-5, 3e-5),
+    scoring=(7e-3, 8e-5, 4e-5),
+    publish=0.01,
+    start=1.0,
+    trial=(0.0, 0.0),
+)
 MEANS = {"prompt": 10.0, "sampled": 24.0, "longest": 60.0, "turns": 2.0, "observed": 5.0}
 PLAN = RunPlan(steps=6, prompts=4, samples=3)
 
@@ -68,6 +77,39 @@ def test_forward_passes_take_a_third_of_an_update() -> None:
         assert 3 * once == pytest.approx(before["learning"] - TIMES.update[0])
         for part in ("sampling", "scoring"):
             assert after[part] == pytest.approx(before[part])
+
+
+def test_scoring_and_recording_count_turns_and_episodes() -> None:
+    episodes, turns = PLAN.prompts * PLAN.samples, int(MEANS["turns"])
+    for step in simulate_run(scenario()).steps:
+        assert step["scoring"] == pytest.approx(7e-3 + episodes * (8e-5 * turns + 4e-5))
+        assert step["other"] == pytest.approx(0.01 + episodes * (2e-5 * turns + 3e-5))
+
+
+def test_training_times_are_fitted_to_recorded_stages(tmp_path: Path) -> None:
+    """Stages whose times are known functions of their counts."""
+    folders = []
+    for number, (groups, turns) in enumerate([(1, 1), (16, 1), (8, 2), (16, 3), (2, 4)]):
+        folder = tmp_path / str(number)
+        (folder / "episodes").mkdir(parents=True)
+        lines = []
+        for step in range(1, 6):
+            episodes = [recorded(step, task, turns) for task in range(2 * groups)]
+            write_episodes(folder / "episodes" / f"step-{step:06d}.parquet", episodes)
+            count, fed = len(episodes), sum(len(item.token_ids) for item in episodes) + 2 * groups
+            line = {
+                "step": step,
+                "sampling": 0.5,
+                "scoring": TIMES.batch + count * (TIMES.answer * turns + TIMES.episode),
+                "learning": TIMES.learn(fed, count),
+                "other": TIMES.record(fed, count * turns, count),
+            }
+            lines.append(json.dumps(line) + "\n")
+        (folder / "timings.jsonl").write_text("".join(lines))
+        folders.append(folder)
+    fitted = fit_training(folders, [10.0] * len(folders))
+    for part in ("update", "recording", "scoring"):
+        assert getattr(fitted, part) == pytest.approx(getattr(TIMES, part), rel=1e-3, abs=1e-9)
 
 
 def sum_of(steps: list[dict[str, float]]) -> float:
@@ -123,9 +165,9 @@ def test_recorded_waits_are_reproduced(tmp_path: Path) -> None:
     assert results["wait"] - results[""] == pytest.approx(6 * 4 * 0.5)  # sequential waits
 
 
-def recorded(step: int, task: int) -> Episode:
-    """Two turns: `step` sampled tokens, three tokens of the environment, one sampled token."""
-    mask = np.array([True] * step + [False] * 3 + [True])
+def recorded(step: int, task: int, turns: int = 2) -> Episode:
+    """`step` sampled tokens, and for each later turn three tokens of the environment and a sampled one."""
+    mask = np.array([True] * step + ([False] * 3 + [True]) * (turns - 1))
     count = len(mask)
     return Episode(
         f"{step}/{task // 2}/{task % 2}", f"{step}/{task // 2}", "t", "e", 0, (),

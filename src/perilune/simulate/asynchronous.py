@@ -251,7 +251,8 @@ class _Worker:
         group.versions.update(delta.policy_version)
         run, episode, lane = self._run, group.shape.episodes[sample], group.lanes[sample]
         wait = run.environment.answer_wait(group.shape, sample, turn, run.rng)
-        seconds = run.times.answer + run.environment.episode / len(episode) + wait
+        each = (run.times.episode + run.environment.episode) / len(episode)
+        seconds = run.times.answer + each + wait
         self._free[lane] = max(self._free[lane], run.now) + seconds
 
         def take_answer() -> None:

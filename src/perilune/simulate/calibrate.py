@@ -105,8 +105,8 @@ class TrainingTimes:
     """Times fitted to the stages of a calibration recipe; fields as in `MeasuredTimes`."""
 
     update: tuple[float, float, float]
-    recording: tuple[float, float, float]
-    scoring: tuple[float, float]
+    recording: tuple[float, float, float, float]
+    scoring: tuple[float, float, float]
     start: float
 
 
@@ -115,26 +115,27 @@ def fit_training(folders: Sequence[Path], seconds: Sequence[float]) -> TrainingT
     lines = [list(_read_steps(folder)) for folder in folders]
     warm = [line for stage in lines for line in stage[WARMUP_STEPS:]]
 
-    def coefficients(part: str, *names: str) -> tuple[float, ...]:
+    def coefficients(part: str, *names: str) -> list[float]:
         features = np.array([[1.0, *(line[name] for name in names)] for line in warm])
-        return tuple(fit_relative(features, np.array([line[part] for line in warm])).tolist())
+        return list(map(float, fit_relative(features, np.array([line[part] for line in warm]))))
 
-    update = coefficients("learning", "tokens", "episodes")
-    recording, scoring = coefficients("other", "fed", "episodes"), coefficients("scoring", "episodes")
     starts = []
     for stage, total in zip(lines, seconds, strict=True):
         typical = sum(median(line[part] for line in stage[WARMUP_STEPS:]) for part in STEP_PARTS)
         starts.append(total - len(stage) * typical)
+    update, token, whole = coefficients("learning", "tokens", "episodes")
+    batch, answer, episode = coefficients("scoring", "answers", "episodes")
+    recorded = coefficients("other", "fed", "answers", "episodes")
     return TrainingTimes(
-        (update[0], update[1], update[2]),
-        (recording[0], recording[1], recording[2]),
-        (scoring[0], scoring[1]),
+        (update, token, whole),
+        (recorded[0], recorded[1], recorded[2], recorded[3]),
+        (batch, answer, episode),
         median(starts),
     )
 
 
 def _read_steps(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the timings of each step, with its tokens, those of groups with a gradient, and its episodes."""
+    """Yield the timings of each step with its counts. `tokens` are those of groups with a gradient."""
     for line in read_json_lines(folder / "timings.jsonl"):
         episodes = list(read_episodes(folder / "episodes" / f"step-{line['step']:06d}.parquet"))
         groups = [
@@ -142,4 +143,5 @@ def _read_steps(folder: Path) -> Iterator[Mapping[str, Any]]:
         ]
         tokens = sum(group.fed for group in groups if group.live)
         fed = sum(group.fed for group in groups)
-        yield {**line, "tokens": tokens, "fed": fed, "episodes": len(episodes)}
+        answers = sum(group.turns for group in groups)
+        yield {**line, "tokens": tokens, "fed": fed, "answers": answers, "episodes": len(episodes)}

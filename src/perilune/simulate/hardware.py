@@ -187,15 +187,20 @@ class ComputedTimes:
         flops = self.model.training_flops(max(1, self.length)) * tokens / PASSES_PER_UPDATE
         return flops / (ACHIEVED_TRAINING * self.machines.card.flops * self.machines.cards_per_model)
 
-    def record(self, tokens: int, episodes: int) -> float:
+    def record(self, tokens: int, answers: int, episodes: int) -> float:
         return RECORD_SECONDS + self.publish
 
-    def score(self, answers: int) -> float:
-        return ANSWER_SECONDS * answers
+    @property
+    def batch(self) -> float:
+        return 0.0
 
     @property
     def answer(self) -> float:
         return ANSWER_SECONDS
+
+    @property
+    def episode(self) -> float:
+        return 0.0
 
     @property
     def publish(self) -> float:

@@ -150,7 +150,8 @@ class Simulation:
         clock, sampling = engine.clock, 0.0
         began = clock.now
         count = sum(len(group.episodes) for group in groups)
-        clock.now += self.environment.task * len(groups) + self.environment.episode * count
+        clock.now += self.times.batch + self.environment.task * len(groups)
+        clock.now += (self.times.episode + self.environment.episode) * count
         turn = 0
         samples = [(group, sample) for group in groups for sample in range(len(group.episodes))]
         while due := [(group, sample) for group, sample in samples if len(group.episodes[sample]) > turn]:
@@ -165,7 +166,7 @@ class Simulation:
                 engine.step()
             sampling += clock.now - before
             waits = (self.environment.answer_wait(*pair, turn, self.rng) for pair in due)
-            clock.now += self.times.score(len(due)) + sum(waits)
+            clock.now += self.times.answer * len(due) + sum(waits)
             turn += 1
         return sampling, clock.now - began - sampling
 
@@ -190,9 +191,9 @@ class Simulation:
 
     def recording_seconds(self, groups: Sequence[GroupShape]) -> float:
         """Return the seconds of the rest of a step."""
-        episodes, fed = sum(len(group.episodes) for group in groups), sum(group.fed for group in groups)
+        fed, answers = sum(group.fed for group in groups), sum(group.turns for group in groups)
         watching = self.times.forward(fed) if self.plan.watched else 0.0
-        return self.times.record(fed, episodes) + watching
+        return self.times.record(fed, answers, sum(len(group.episodes) for group in groups)) + watching
 
     def count_tokens(self, groups: Sequence[GroupShape]) -> int:
         """Count the sampled tokens of a step."""

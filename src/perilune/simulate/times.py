@@ -30,15 +30,20 @@ class RunTimes(Protocol):
     def forward(self, tokens: int) -> float:
         """Return the time of a pass without gradients."""
 
-    def record(self, tokens: int, episodes: int) -> float:
+    def record(self, tokens: int, answers: int, episodes: int) -> float:
         """Return the time of the rest of a training step: publishing the weights, metrics and files."""
 
-    def score(self, answers: int) -> float:
-        """Return the time of the rollout worker and its scorer, without that of the environment."""
+    @property
+    def batch(self) -> float:
+        """Time of the rollout worker and its scorer for a batch of episodes, whatever their number."""
 
     @property
     def answer(self) -> float:
-        """Time to score one more answer."""
+        """Time of the rollout worker for an answer, without that of the environment."""
+
+    @property
+    def episode(self) -> float:
+        """Time of the rollout worker and its scorer for an episode, without answers and environment."""
 
     @property
     def publish(self) -> float:
@@ -55,18 +60,18 @@ class MeasuredTimes:
 
     Attributes:
         update: constant, and seconds of each token and episode.
-        recording: constant, and seconds of each token and episode.
-        scoring: constant, and seconds of each answer.
-        episode: seconds to play an episode in the environment of the calibration, which scoring includes.
+        recording: constant, and seconds of each token, answer and episode.
+        scoring: constant, and seconds of each answer and episode.
+        trial: seconds of each answer and episode in the environments of the calibration, part of scoring.
     """
 
     step: StepCost
     update: tuple[float, float, float]
-    recording: tuple[float, float, float]
-    scoring: tuple[float, float]
+    recording: tuple[float, float, float, float]
+    scoring: tuple[float, float, float]
     publish: float
     start: float
-    episode: float
+    trial: tuple[float, float]
 
     def learn(self, tokens: int, episodes: int) -> float:
         constant, token, episode = self.update
@@ -75,16 +80,21 @@ class MeasuredTimes:
     def forward(self, tokens: int) -> float:
         return self.update[1] * tokens / PASSES_PER_UPDATE
 
-    def record(self, tokens: int, episodes: int) -> float:
-        constant, token, episode = self.recording
-        return constant + token * tokens + episode * episodes
+    def record(self, tokens: int, answers: int, episodes: int) -> float:
+        constant, token, answer, episode = self.recording
+        return constant + token * tokens + answer * answers + episode * episodes
 
-    def score(self, answers: int) -> float:
-        return self.scoring[0] + self.scoring[1] * answers
+    @property
+    def batch(self) -> float:
+        return self.scoring[0]
 
     @property
     def answer(self) -> float:
         return self.scoring[1]
+
+    @property
+    def episode(self) -> float:
+        return self.scoring[2]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import string
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -14,6 +15,14 @@ import typer
 
 from perilune.cli.arguments import Json
 from perilune.cli.output import echo, print_json
+from perilune.cli.start.calibration import (
+    ENVIRONMENT,
+    SUMS,
+    TURNS,
+    device_clock,
+    machine_name,
+    run_on_sums,
+)
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
@@ -23,20 +32,24 @@ if TYPE_CHECKING:
 
 ENGINE_SECONDS = 20.0  # seconds to measure the engine
 LARGE_MODEL = 20_000_000  # parameters from which the training steps are smaller
-SHAPES = ((4, 4, 8), (32, 8, 8), (16, 8, 48))  # tasks, samples, and most tokens of an answer
-SMALL_SHAPES = ((2, 2, 8), (8, 4, 8), (4, 4, 32))
-STEPS = 8
-RECIPE = """name: calibration
-model: {model}
-environment: {{id: "{sums}"}}
-resources: {resources}
+# Of each stage: the environment, tasks, samples, and most tokens of an answer.
+SHAPES = ((SUMS, 4, 4, 8), (SUMS, 32, 8, 8), (SUMS, 16, 8, 48), (TURNS, 32, 8, 4), (TURNS, 8, 4, 8))
+SMALL_SHAPES = ((SUMS, 2, 2, 8), (SUMS, 8, 4, 8), (SUMS, 4, 4, 32), (TURNS, 4, 4, 8))
+STEPS = 20  # as many as a preflight with all checks needs
+SMALL_STEPS = 8
+RECIPE = f"""name: calibration
+model: {{model}}
+environment: {{{{id: "{SUMS}"}}}}
+resources: {{resources}}
 stages:
-{stages}
+{{stages}}
 """
 STAGE = (
-    "  - {{name: {name}, task: rl, checkpoint: model, steps: {steps}, prompts: {prompts}, samples: {samples},"
-    " max_tokens: {max_tokens}}}\n"
+    "  - {{name: {name}, task: rl, checkpoint: model, environment: {environment}, steps: {steps},"
+    " prompts: {prompts}, samples: {samples}, max_tokens: {max_tokens}}}\n"
 )
+# A model that was not trained on them rarely ends its answers, so each letter and digit does.
+STOP = {TURNS: {"stop": [*string.ascii_letters, *string.digits]}}
 
 
 def calibrate(
@@ -83,7 +96,6 @@ def measure_times(
         RequestError: when the recipe has no language model.
         WorkFailedError: when the recipe that measures the learner fails.
     """
-    from perilune.cli.start.calibration import device_clock
     from perilune.cli.train.estimate import device_name
     from perilune.simulate.calibrate import measure_steps
     from perilune.simulate.times import Calibrated, MeasuredTimes, engine_digest, model_digest
@@ -97,7 +109,7 @@ def measure_times(
         publish = _publish_seconds(decoder, clock)
     report("Measuring the learner with a small recipe")
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
-    training = _measure_training(recipe, SHAPES if parameters < LARGE_MODEL else SMALL_SHAPES)
+    training = _measure_training(recipe, large=parameters >= LARGE_MODEL)
     times = MeasuredTimes(step=step, publish=publish, **training)
     return Calibrated(
         times, model_digest(section), describe_machine(device), engine_digest(), round(time.time(), 3), error
@@ -106,8 +118,6 @@ def measure_times(
 
 def describe_machine(device: str) -> str:
     """Describe this machine and one of its devices (as `device_name` returns it)."""
-    from perilune.cli.start.calibration import machine_name
-
     return f"{machine_name()}, {device if device == 'cuda' else f'threads {device}'}"
 
 
@@ -132,9 +142,8 @@ def _publish_seconds(decoder: Decoder, clock: Callable[[], float]) -> float:
     return clock() - began
 
 
-def _measure_training(recipe: Recipe, shapes: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
+def _measure_training(recipe: Recipe, *, large: bool) -> dict[str, Any]:
     """Return the times of training, from RL stages of several shapes on small sums."""
-    from perilune.cli.start.calibration import SECTION, SUMS, run_on_sums
     from perilune.cli.train.trial import try_environment
     from perilune.models.text.template_facts import recipe_tokenizer
     from perilune.simulate.calibrate import fit_training
@@ -143,27 +152,41 @@ def _measure_training(recipe: Recipe, shapes: tuple[tuple[int, int, int], ...]) 
     section = recipe.model.model_dump(mode="json", exclude_none=True)
     resources = recipe.resources.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     stages = "".join(
-        STAGE.format(name=f"rl{number}", steps=STEPS, prompts=prompts, samples=samples, max_tokens=longest)
-        for number, (prompts, samples, longest) in enumerate(shapes)
+        STAGE.format(
+            name=f"rl{number}",
+            environment=json.dumps({"id": environment, "prompting": STOP.get(environment)}),
+            steps=SMALL_STEPS if large else STEPS,
+            prompts=prompts,
+            samples=samples,
+            max_tokens=longest,
+        )
+        for number, (environment, prompts, samples, longest) in enumerate(SMALL_SHAPES if large else SHAPES)
     )
-    text = RECIPE.format(sums=SUMS, model=json.dumps(section), resources=json.dumps(resources), stages=stages)
+    text = RECIPE.format(model=json.dumps(section), resources=json.dumps(resources), stages=stages)
     with run_on_sums(text) as document:
         folders = [Path(bundle) / "artifacts" for bundle in document["bundles"].values()]
         fitted = fit_training(folders, [stage["seconds"] for stage in document["stages"]])
-        trial = try_environment(SECTION, 0, recipe_tokenizer(recipe.model.model_dump()), None)
-    return asdict(fitted) | {"episode": trial.episode}
+    tokenizer = recipe_tokenizer(recipe.model.model_dump())
+    once, thrice = (
+        try_environment({"id": sums, "source": ENVIRONMENT}, 0, tokenizer, None, actions).episode
+        for sums, actions in ((SUMS, ("0",)), (TURNS, ("0",) * 3))
+    )
+    answer = max(0.0, thrice - once) / 2
+    return asdict(fitted) | {"trial": (answer, max(0.0, once - answer))}
 
 
 def describe(found: Calibrated) -> list[str]:
     """Describe the coefficients in lines of text."""
     times = found.times
     constant, token, episode = times.update
-    fixed, each, whole = times.recording
+    batch, reply, played = times.scoring
+    fixed, each, step, whole = times.recording
     return [
         f"calibrated on {found.machine}; mean error per engine step {found.error:.0%}",
         f"  an update     {constant:.4g} s, {1e6 * token:.3g} us a token, {1e6 * episode:.3g} us an episode",
-        f"  scoring       {times.scoring[0]:.4g} s, {1e6 * times.scoring[1]:.3g} us an answer",
-        f"  recording     {fixed:.4g} s, {1e6 * each:.3g} us a token, {1e6 * whole:.3g} us an episode",
+        f"  scoring       {batch:.4g} s, {1e6 * reply:.3g} us an answer, {1e6 * played:.3g} us an episode",
+        f"  recording     {fixed:.4g} s, {1e6 * each:.3g} us a token, {1e6 * step:.3g} us an answer,"
+        f" {1e6 * whole:.3g} us an episode",
         f"  new weights   {times.publish:.4g} s",
         f"  stage start   {times.start:.3g} s",
     ]

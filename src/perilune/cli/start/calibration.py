@@ -39,7 +39,7 @@ MAX_OVERRUN = 3  # times the planned time, after which the last model is left ou
 NEGLIGIBLE = 1e-9  # seconds; a power law needs positive times
 ANSWER_COUNTS = (4 * 4, 32 * 32)  # answers in the two evaluations of the recipe
 
-SUMS = "sums.py:Sums"
+SUMS, TURNS = "sums.py:Sums", "sums.py:Turns"
 RECIPE = f"""name: calibration
 model: {{preset: tiny}}
 environment: {{id: "{SUMS}"}}
@@ -54,7 +54,7 @@ stages:
 
 ENVIRONMENT = '''"""Sums. A wrong answer has a reward too, because RL needs groups with different rewards."""
 
-from perilune.environments import Score, SingleTurn, Task
+from perilune.environments import MultiTurn, Score, SingleTurn, Task, ask, end_episode
 
 
 class Sums(SingleTurn):
@@ -71,7 +71,21 @@ class Sums(SingleTurn):
     def score(self, task, transcript):
         is_right = transcript.text == task.data["answer"]
         return Score(1.0 if is_right else sum(map(ord, transcript.text)) % 7 / 7)
+
+
+class Turns(MultiTurn):
+    id, max_turns, cut_off = "turns", 3, "0"
+    tasks = Sums.tasks
+
+    def __init__(self, section):
+        pass
+
+    def play(self, task, rng):
+        for _ in range(self.max_turns):
+            answer = yield ask("?")
+        yield end_episode(sum(map(ord, answer)) % 7 / 7)
 '''
+
 SECTION = {"id": SUMS, "source": ENVIRONMENT}
 
 

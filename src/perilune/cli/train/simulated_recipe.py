@@ -186,8 +186,9 @@ class _Simulator:
         """Return the environment's times, measured here with the recipe's teacher if it has one."""
         if (trial := self.trials.get(job.stage)) is None:
             return EnvironmentTimes(0.0, 0.0, self.options.wait, self.options.wait_spread)
-        base = 0.0 if self.calibrated is None else self.calibrated.times.episode
-        seconds = max(0.0, trial.episode - base)
+        answer, episode = (0.0, 0.0) if self.calibrated is None else self.calibrated.times.trial
+        turns = 1.0 if trial.lengths is None else trial.lengths.turns
+        seconds = max(0.0, trial.episode - turns * answer - episode)
         return EnvironmentTimes(trial.task, seconds, self.options.wait, self.options.wait_spread, trial.start)
 
     def _lengths(self, stage: Stage, job: Job) -> Lengths:

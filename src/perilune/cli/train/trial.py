@@ -79,9 +79,13 @@ class Trial:
 
 
 def try_environment(
-    section: Mapping[str, Any], seed: int, tokenizer: Tokenizer, collect: Job | None
+    section: Mapping[str, Any],
+    seed: int,
+    tokenizer: Tokenizer,
+    collect: Job | None,
+    actions: Sequence[str] = ("0",),
 ) -> Trial:
-    """Try an environment with the teacher of a collect stage, if there is one, or with the answer "0"."""
+    """Try an environment with the teacher of a collect stage, if there is one, or else with these actions."""
     from perilune.verifiers import Scorer
 
     environment = make_environment(section)
@@ -91,7 +95,7 @@ def try_environment(
     tasks, task_seconds = _time_items(lambda count: list(islice(coming, count)), clock)
     prompts = [len(tokenizer.encode_prompt(task.prompt)) for task in tasks if task.prompt]
     lengths, trace = None, 0.0
-    games = [Game(task, 0, ("0",)) for task in tasks]
+    games = [Game(task, 0, actions) for task in tasks]
     before = child_processor_seconds()
     with Scorer(section) as scorer:
         scorer.score([(task, Transcript("0")) for task in tasks[:1]])
