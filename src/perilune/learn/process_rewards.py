@@ -1,9 +1,9 @@
 """Process rewards in addition to an algorithm's advantages: rewards for the segments of an answer.
 
 `Episode.step_rewards` holds, at the last token of each segment, V(after) - V(before), where V estimates the
-value of a prefix and is 0 at the end (`verifiers.step_rewards`). Algorithms with token-level rewards (`ppo`,
-`reinforce_pp`) use these numbers directly. For algorithms that compare whole answers, `apply_process_rewards`
-changes the token weights afterwards, in one of three ways.
+value of a prefix and is 0 at the end (`verifiers.step_rewards`). Algorithms with token-level rewards
+(`takes_step_rewards`) use these numbers directly. For the others, `apply_process_rewards` changes the token
+weights afterwards, in one of three ways.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class ProcessRewardSettings(Frozen):
         "bonus",
         description="bonus: add to the algorithm's advantage; advantage: replace it by VinePPO's r + V' - V;"
         " trace: replace it by each segment's return minus the mean of its answer; reward: token-level"
-        " rewards, for ppo and reinforce_pp",
+        " rewards, for ppo, reinforce_pp, reinforce_pp_baseline and gigpo",
     )
     weight: float = Field(0.2, gt=0, description="coefficient of a bonus, or of rewards beside the outcome")
     dead_only: bool = Field(False, description="add the bonus only to groups whose rewards are all equal")

@@ -5,7 +5,8 @@ cache (decoding). The C kernels of `models/native` guarantee that. Without them,
 float32 on a CPU it relies on three measured properties of MKL's products and of the softmax kernel, which
 tests check:
 
-* in a product of at least 4 rows and 12 columns, the bits of an element do not depend on its neighbors;
+* in a product of at least `_MIN_ROWS` rows and 12 columns, the bits of an element do not depend on its
+  neighbors;
 * the product sums up to 192 terms from left to right, so zeros after the end change nothing;
 * the softmax sums in lanes of 16, so masked columns after the end change nothing.
 
