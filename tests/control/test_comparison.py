@@ -105,6 +105,40 @@ def test_seeds_of_one_setting_form_one_arm_with_paired_differences(control: Cont
     )
 
 
+def test_name_stands_for_all_experiments_that_have_it(control: Control) -> None:
+    ids = all_of(control, (0, 1))
+    assert compare_experiments(control, ["words"]) == compare_experiments(control, ids)
+
+
+def test_default_figure_is_that_of_the_last_stage_though_it_has_not_finished_everywhere(
+    control: Control,
+) -> None:
+    first, second = experiment(control, 1e-5, 0, None), experiment(control, 1e-5, 1, [2, 2, 2, 2])
+    with control.store.transaction() as session:  # of the first, only the training has finished
+        run = Run(
+            id="RL", submit_key="RL", experiment_id=first, stage="rl", task="rl", bundle_digest="RL",
+            current_epoch=1, created=0.0,
+        )  # fmt: skip
+        session.add(run)
+        session.flush()
+        session.add(Attempt(run_id="RL", number=1, created=0.0, placement="local", launcher="process"))
+        session.query(Stage).filter_by(experiment_id=first, name="rl").one().run_id = "RL"
+    write_json(
+        control.home.attempt("RL", 1) / "artifacts" / "summary.json",
+        {"kind": "evaluation", "pass@1": {"mean": 0.5, "low": 0.4, "high": 0.6}},
+    )
+    assert compare_experiments(control, [first, second]).metric == "after.pass@1"
+
+
+def test_difference_of_figures_on_different_tasks_is_noted(control: Control) -> None:
+    ids = [
+        experiment(control, lr, seed, [2, 2, 3, 2], tasks=f"{lr}") for lr in (1e-5, 3e-5) for seed in range(3)
+    ]
+    notes = " ".join(compare_experiments(control, ids).notes)
+    assert "rl.lr=3e-05 and rl.lr=1e-05 were evaluated on different tasks" in notes
+    assert "on different tasks:" not in " ".join(compare_experiments(control, ids[:3]).notes)
+
+
 @pytest.mark.parametrize(("best", "edge"), [(1e-5, "lowest rl.lr"), (3e-5, ""), (1e-4, "highest rl.lr")])
 def test_best_value_at_edge_of_tried_range_is_noted(control: Control, best: float, edge: str) -> None:
     names = [
@@ -121,6 +155,8 @@ def test_interval_of_pass_rate_stays_between_0_and_100_percent(control: Control,
     names = [experiment(control, 1e-5, 0, [8, 8, 8, 8]), experiment(control, 1e-5, 1, [0, 0, 1, 0])]
     _, out, _ = perilune("compare", *names)
     assert "51.6% (0.0% to 100.0%)" in out
+    (arm,) = json.loads(perilune("compare", *names, "--json")[1])["arms"]
+    assert (arm["figure"]["low"], arm["figure"]["high"]) == (0.0, 1.0)
 
 
 def test_one_seed_makes_no_claim_about_settings(control: Control, perilune: Command) -> None:

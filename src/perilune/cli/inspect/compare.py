@@ -19,6 +19,7 @@ from perilune.errors import RequestError
 if TYPE_CHECKING:
     from perilune.control.queries.comparison import Arm, Comparison
     from perilune.control.runs.experiments import Control
+    from perilune.metrics.bootstrap import Interval
 
 MAX_SETTING_COLUMNS = 4  # settings that get a column of their own
 BARS = "▁▂▃▄▅▆▇█"
@@ -27,7 +28,11 @@ CURVE_WIDTH = 24
 
 def compare(
     targets: Annotated[
-        list[str], typer.Argument(metavar="EXPERIMENT|SWEEP...", help="Names, or first characters of ids.")
+        list[str],
+        typer.Argument(
+            metavar="EXPERIMENT|SWEEP...",
+            help="Names, each of all experiments that have it, or first characters of ids.",
+        ),
     ],
     metric: Annotated[
         str | None,
@@ -123,11 +128,16 @@ def _format_figure(arm: Arm, is_share: bool) -> str:
     """Return the final figure with its interval, if it has one."""
     if arm.figure is None:
         return "–"
-    mean, low, high = arm.figure
-    if is_share and math.isfinite(low):  # Student's t does not know that a share is from 0 to 1
-        low, high = max(low, 0.0), min(high, 1.0)
+    mean, low, high = _clip_share(arm.figure) if is_share else arm.figure
     form = ".1%" if is_share else ".4g"
     return f"{mean:{form}} ({low:{form}} to {high:{form}})" if math.isfinite(low) else f"{mean:{form}}"
+
+
+def _clip_share(figure: Interval) -> Interval:
+    """Return the figure with its interval from 0 to 1, of which Student's t does not know."""
+    if not math.isfinite(figure.low):
+        return figure
+    return figure._replace(low=max(figure.low, 0.0), high=min(figure.high, 1.0))
 
 
 def _curves(comparison: Comparison) -> list[str]:
@@ -203,7 +213,9 @@ def comparison_document(comparison: Comparison) -> dict[str, Any]:
             {
                 "label": arm.label,
                 "settings": dict(arm.settings),
-                "figure": interval(arm.figure),
+                "figure": interval(
+                    _clip_share(arm.figure) if arm.figure and comparison.is_share else arm.figure
+                ),
                 "difference": test,
                 "seeds": [
                     {"seed": member.seed, "experiment": member.experiment, "figure": interval(member.figure)}

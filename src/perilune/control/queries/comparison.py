@@ -5,13 +5,14 @@ differences over the tasks of single runs only support claims about these checkp
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from perilune.control.queries.lookup import StageStatus, find_experiment, group_stage_statuses
+from perilune.control.queries.lookup import StageStatus, find_experiments, group_stage_statuses
 from perilune.control.runs.experiments import Control
 from perilune.control.runs.sweeps import find_sweep
 from perilune.errors import RequestError
@@ -176,26 +177,37 @@ def final_figures(
 def _find_experiments(control: Control, name: str) -> list[str]:
     sweep = find_sweep(control, name)
     if sweep is None:
-        return [find_experiment(control, name).id]
+        return find_experiments(control, name)
     ids = [key for arm in sweep.arms for key in arm.experiments.values()]
     # An experiment that was removed has no recipe.
     return [key for key in ids if (control.home.experiment(key) / "recipe.json").exists()]
 
 
 def _default_metric(stages: Mapping[str, Sequence[StageStatus]]) -> str:
-    """Return pass@1 of the last evaluation that has it, else the main figure of the last training."""
+    """Return pass@1 of the last evaluation, else the main figure of the last training.
+
+    Of several, the stage that most experiments have counts, finished or not.
+    """
+    common = Counter(status.name for statuses in stages.values() for status in statuses)
     for wanted in ("evaluation", "training"):
-        for statuses in stages.values():
-            for status in reversed(statuses):
-                if status.summary.get("kind") != wanted:
-                    continue
-                if wanted == "evaluation":
-                    return f"{status.name}.{DEFAULT_FIGURE}"
-                last = status.summary.get("last") or {}
-                if name := next((figure for figure in TRAINING_FIGURES if figure in last), None):
-                    return f"{status.name}.last.{name}"
+        figures = [
+            (common[status.name], position, figure)
+            for statuses in stages.values()
+            for position, status in enumerate(statuses)
+            if status.summary.get("kind") == wanted and (figure := _main_figure(status))
+        ]
+        if figures:
+            return max(figures, key=lambda found: found[:2])[2]
     final = next(iter(stages.values()))[-1]
     return f"{final.name}.{DEFAULT_FIGURE}"  # nothing has finished yet
+
+
+def _main_figure(status: StageStatus) -> str:
+    if status.summary["kind"] == "evaluation":
+        return f"{status.name}.{DEFAULT_FIGURE}"
+    last = status.summary.get("last") or {}
+    name = next((figure for figure in TRAINING_FIGURES if figure in last), "")
+    return name and f"{status.name}.last.{name}"
 
 
 def _read_figure(stages: Sequence[StageStatus], metric: str) -> Interval | None:
@@ -374,6 +386,14 @@ def _make_notes(comparison: Comparison) -> Iterator[str]:
             " may reverse the order. Intervals over tasks say which of these checkpoints is better on such"
             " tasks."
         )
+    base = comparison.arms[comparison.baseline]
+    for arm in comparison.arms:
+        has_tasks = any(member.tasks for member in arm.members) and any(item.tasks for item in base.members)
+        if arm.difference is not None and has_tasks and not arm.difference.task_count:
+            yield (
+                f"{arm.label} and {base.label} were evaluated on different tasks: the difference of their"
+                " figures does not say which model is better."
+            )
     if comparison.best is None:
         return
     better = "highest" if comparison.maximize else "lowest"

@@ -107,6 +107,14 @@ def find_experiment(control: Control, reference: str | None = None) -> Experimen
     return _require_single(fitting, reference, "experiment")
 
 
+def find_experiments(control: Control, reference: str) -> list[str]:
+    """Return the ids of all experiments of that name, oldest first, or of one as in `find_experiment`."""
+    with control.store.snapshot() as session:
+        named = select(Experiment.id).where(Experiment.name == reference).order_by(Experiment.created)
+        ids = list(session.scalars(named))
+    return ids or [find_experiment(control, reference).id]
+
+
 def find_run_or_experiment(control: Control, reference: str) -> Run | Experiment:
     """Return a run as in `find_run`, or else an experiment as in `find_experiment`.
 
