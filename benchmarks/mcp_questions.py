@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -109,9 +109,10 @@ class Home:
             for path in self.folder.glob("home/runs/*/attempts/*/runtime/claim.json"):
                 begun = (path.parents[1] / "artifacts" / "metrics.jsonl").exists()
                 long = json.loads((path.parents[1] / "job.json").read_text())["spec"].get("steps") == 100000
-                if long and begun and psutil.pid_exists(pid := json.loads(path.read_text())["pid"]):
-                    for task in psutil.Process(pid).children():
-                        task.kill()
+                if long and begun:
+                    with suppress(psutil.NoSuchProcess):  # the attempt has ended
+                        for task in psutil.Process(json.loads(path.read_text())["pid"]).children():
+                            task.kill()
             time.sleep(0.2)
         assert command.stdout is not None
         return self._attempts(json.loads(command.stdout.read().splitlines()[-1]))

@@ -22,6 +22,24 @@ from perilune.redaction import register_secret
 pytestmark = pytest.mark.slow
 
 LONG = LIGHT + "  - {name: long, task: sft, data: traces, steps: 100000, batch_size: 8, save_every: 5}\n"
+TRAINED = LIGHT.replace("name: small", "name: trained") + (
+    "  - {name: sft, task: sft, checkpoint: model, data: traces, steps: 4, batch_size: 8, save_every: 2}\n"
+    "  - {name: after, task: evaluate, checkpoint: sft, tasks: 3, samples: 2, max_tokens: 8}\n"
+)
+BROKEN = """\
+name: broken
+model: {preset: tiny}
+environment:
+  id: reasoning_gym
+  task: basic_arithmetic
+  prompt: compact
+  config:
+    {min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1, operators: ["+"],
+     allow_parentheses: false, allow_negation: false}
+resources: {device: cpu, threads: 1}
+stages:
+  - {name: traces, task: collect, teacher: arithmetic, traces: 400}
+"""  # there are fewer sums of one digit than traces
 NOISY = LIGHT.replace("task_environments:Digits", "noisy:Digits")
 
 
@@ -84,10 +102,14 @@ def command(folder: Path, *words: str) -> Any:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with recipes, and a home with two experiments that share a run."""
+    """A folder with recipes, and a home: two experiments share a run, one trained, and one failed."""
     folder = tmp_path_factory.mktemp("mcp")
-    for name, text in {"recipe": LIGHT, "long": LONG, "noisy": NOISY}.items():
+    recipes = {"recipe": LIGHT, "long": LONG, "noisy": NOISY, "trained": TRAINED, "broken": BROKEN}
+    for name, text in recipes.items():
         (folder / f"{name}.yaml").write_text(text)
+    command(folder, "run", "trained.yaml")
+    with pytest.raises(subprocess.CalledProcessError):
+        command(folder, "run", "broken.yaml")
     command(folder, "run", "recipe.yaml", "--set", "base.samples=3")
     command(folder, "run", "recipe.yaml")
     return folder
@@ -139,15 +161,66 @@ def test_tools_return_the_documents_of_the_commands(agent: Agent, folder: Path) 
 
 
 def test_runs_and_compare_tools(agent: Agent) -> None:
-    second, first = agent.ask("runs")["experiments"]
+    listed = agent.ask("runs")
+    second, first, broken, trained = listed["experiments"]
     assert first["overrides"] == ["base.samples=3"]
-    assert [stage["stage"] for stage in first["stages"]] == ["traces", "base"]
-    assert first["stages"][0]["run_id"] == second["stages"][0]["run_id"]
+    assert [(stage["stage"], stage["state"]) for stage in first["stages"]] == [
+        ("traces", "succeeded"),
+        ("base", "succeeded"),
+    ]
     assert set(first["stages"][1]["pass@1"]) == {"mean", "low", "high"}
+    assert (broken["name"], broken["stages"][0]["cause"]) == ("broken", "work_failed")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", trained["submitted"])
+    assert len(json.dumps(listed)) < 3000
+    named = agent.ask("runs", experiment="small")
+    assert [entry["id"] for entry in named["experiments"]] == [second["id"], first["id"]]
+    assert named["other_experiments"] == 2
+    assert len({entry["stages"][0]["run_id"] for entry in named["experiments"]}) == 1
     compared = agent.ask("compare", targets=[first["id"], second["id"]])
     assert compared["metric"] == "base.pass@1"
     assert [arm["settings"] for arm in compared["arms"]] == [{"base.samples": 3}, {"base.samples": 2}]
+    assert agent.ask("compare", targets=["small"]) == compared
     assert "name a sweep" in agent.refused("compare", targets=[first["id"]])
+
+
+def test_runs_tool_gives_the_gain_of_training(agent: Agent, folder: Path) -> None:
+    evaluations = command(folder, "run", "trained.yaml")["evaluations"]  # reuses all runs
+    (entry,) = agent.ask("runs", experiment="trained")["experiments"]
+    stages = {stage["stage"]: stage for stage in entry["stages"]}
+    assert (entry["model"], entry["seed"]) == ("tiny", 0)
+    assert stages["after"]["change"]["against"] == "base"
+    assert stages["after"]["change"]["pass@1"] == pytest.approx(evaluations[1]["change"]["pass@1"])
+    assert "change" not in stages["base"]
+
+
+def test_show_tool_gives_settings_and_checkpoints_and_folds_long_parts(agent: Agent) -> None:
+    shown = agent.ask("show", run="trained/sft")
+    assert shown["settings"]["spec"]["batch_size"] == 8
+    assert shown["settings"]["model"] == {"preset": "tiny"}
+    (final,) = [Path(path) for path in shown["checkpoints"] if path.endswith("/final")]
+    assert (final / "model.safetensors").is_file()
+    assert "submit_key" not in shown and "events" not in shown
+    (events,) = [cut for cut in shown["left_out"] if cut["part"] == ["events"]]
+    assert len(agent.ask("show", run="trained/sft", part=["events"])["untrusted"]) == events["of"] > 0
+
+
+def test_failed_run_is_not_healthy(agent: Agent) -> None:
+    health = agent.ask("show", run="broken/traces")["health"]
+    assert health["status"] == "broken"
+    assert "passed the verifier" in health["line"]
+    assert "set traces to" in health["findings"][0]["remedy"]
+
+
+def test_tools_name_the_run_that_they_found(agent: Agent) -> None:
+    run = agent.ask("show", run="trained/after")
+    for answer in (
+        agent.ask("curves", run="trained/after"),
+        agent.ask("episodes", run="trained/after"),
+        agent.ask("logs", run="trained/after"),
+    ):
+        assert (answer["run"], answer["experiment_id"]) == (run["id"], run["experiment_id"])
+    curve = agent.ask("curves", run="trained/after")["metrics"]["pass@1"]
+    assert curve == {"always": pytest.approx(run["summary"]["pass@1"]["mean"], abs=1e-6)}
 
 
 def test_episodes_tool_returns_episodes_of_the_files(agent: Agent, folder: Path) -> None:
@@ -155,10 +228,13 @@ def test_episodes_tool_returns_episodes_of_the_files(agent: Agent, folder: Path)
     (path,) = (attempt / "artifacts" / "episodes").glob("step-*.parquet")
     rows = parquet.read_table(path).to_pylist()
     assert agent.ask("episodes", run="base")["sets"] == [path.stem, "greedy"]
-    answer = agent.ask("episodes", run="base", set_name=path.stem)
+    answer = agent.ask("episodes", run="base", set_name=path.stem, most=500)
     assert answer["read"] == answer["fitting"] == len(rows)
     assert [e["id"] for e in answer["episodes"]] == [row["episode_id"] for row in rows]
     assert [e["untrusted"]["messages"] for e in answer["episodes"]] == [row["messages"] for row in rows]
+    assert {e["set"] for e in answer["episodes"]} == {path.stem}
+    few = agent.ask("episodes", run="base", set_name=path.stem, most=2)
+    assert (few["fitting"], few["episodes"]) == (len(rows), answer["episodes"][:2])
     cut = [row for row in rows if row["finish_reason"] == "length"]
     assert len(cut) > 0
     assert agent.ask("episodes", run="base", set_name=path.stem, where="truncated")["fitting"] == len(cut)
@@ -178,10 +254,10 @@ def test_tools_refuse_invalid_requests_with_a_remedy(agent: Agent) -> None:
 def test_action_needs_the_token_of_its_own_plan(agent: Agent, folder: Path) -> None:
     path = folder / "long.yaml"
     plan = agent.ask("run", recipe="long.yaml")
+    assert plan["time"].startswith("unknown: no calibration of this device")
     stages = {stage["name"]: stage for stage in plan["forecast"]["stages"]}
     assert [stage["action"] for stage in stages.values()] == ["reuse", "reuse", "begin"]
-    assert {experiment["name"] for experiment in agent.ask("runs")["experiments"]} == {"small"}
-    assert len(agent.ask("runs")["experiments"]) == 2  # nothing was started
+    assert len(agent.ask("runs")["experiments"]) == 4  # nothing was started
     assert "unknown, used or expired" in agent.refused("run", recipe="long.yaml", token="guessed")
     path.write_text(LONG.replace("steps: 100000", "steps: 100001"))
     assert "changed after the token was given" in agent.refused(
@@ -245,7 +321,7 @@ def test_commands_of_the_skill_run(agent: Agent, folder: Path) -> None:
     assert re.fullmatch(r"name: perilune\ndescription: .{1,1024}\n", front)
     commands = re.findall(r"```bash\n(.*?)\n```", text, re.DOTALL)
     assert len(commands) == 5
-    ids = [experiment["id"] for experiment in agent.ask("runs")["experiments"]]
+    ids = [experiment["id"] for experiment in agent.ask("runs", experiment="small")["experiments"]]
     for line in commands:
         words = line.replace("RUN", "base").replace("FIRST", ids[-1]).replace("SECOND", ids[-2]).split()
         assert words[0] == "perilune"

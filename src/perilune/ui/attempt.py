@@ -106,14 +106,19 @@ class Attempt:
         return path if path is not None and path.exists() else None
 
     @property
-    def model_folders(self) -> list[Path]:
-        """Checkpoint folders of the attempt, then those among its inputs."""
+    def checkpoints(self) -> list[Path]:
+        """Checkpoint folders of the attempt: the final one first, then the latest."""
         if self.root is None:
             return []
-        checkpoints = self.root / "artifacts" / "checkpoints"
-        inputs = sorted((self.root / "inputs").glob("*/"))
-        folders = [checkpoints / "final", *sorted(checkpoints.glob("step-*"), reverse=True), *inputs]
+        folder = self.root / "artifacts" / "checkpoints"
+        folders = [folder / "final", *sorted(folder.glob("step-*"), reverse=True)]
         return [folder for folder in folders if folder.is_dir()]
+
+    @property
+    def model_folders(self) -> list[Path]:
+        """Checkpoint folders of the attempt, then those among its inputs."""
+        inputs = [] if self.root is None else sorted((self.root / "inputs").glob("*/"))
+        return [*self.checkpoints, *(folder for folder in inputs if folder.is_dir())]
 
     @property
     def began(self) -> float | None:

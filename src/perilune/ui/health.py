@@ -35,15 +35,20 @@ def assess_stages(pairs: Sequence[tuple[StageView, Attempt]], now: float | None 
             replace(item, remedy=item.remedy.replace("RUN", stage.run_id)) for item in health.findings
         )
         if stage.state == "failed":
-            message = str(attempt.verdict.get("message") or stage.cause or "the task failed")
-            why, _, advice = (part.strip() for part in message.partition("\n"))
-            remedy = advice.removeprefix("try: ") or f"perilune explain {stage.run_id}"
-            findings = (Finding("failed", "broken", None, why, remedy), *findings)
+            findings = (describe_failure(attempt, stage.run_id, stage.cause), *findings)
         steps = sum(bool(line.get("step")) for line in attempt.metric_lines)
         if findings or stage.state == "active" or "steps" in (attempt.job.get("spec") or {}):
             status = findings[0].status if findings else health.status
             verdicts.append(StageHealth(stage.name, stage.state, status, steps, findings))
     return verdicts
+
+
+def describe_failure(attempt: Attempt, run_id: str, cause: str) -> Finding:
+    """Return the failure of a run as a finding."""
+    message = str(attempt.verdict.get("message") or cause or "the task failed")
+    why, _, advice = (part.strip() for part in message.partition("\n"))
+    remedy = advice.removeprefix("try: ") or f"perilune explain {run_id}"
+    return Finding("failed", "broken", None, why, remedy)
 
 
 def assess_attempt(attempt: Attempt, *, here: bool = True, now: float | None = None) -> Health:

@@ -27,7 +27,11 @@ TOKEN_LIFETIME_S = 900.0  # seconds for which a token is valid
 MOST_TOKENS = 100
 
 RecipeName = Annotated[
-    str, Field(description="Name of a bundled recipe, or a YAML file in the recipe folder.")
+    str,
+    Field(
+        description="Name of a bundled recipe, or a YAML file in the recipe folder. "
+        "For an unknown name, the error lists all names."
+    ),
 ]
 Overrides = Annotated[list[str], Field(description='Keys of the recipe to set: "rl.steps=10", "seed=1".')]
 TemplateName = Annotated[str, Field(description="Where runs go. Default: this machine.")]
@@ -59,9 +63,9 @@ class Actor:
         template: TemplateName = "",
         template_overrides: TemplateOverrides = [],  # noqa: B006
     ) -> dict[str, Any]:
-        """Plan a recipe: its stages, where they run, and the expected time and cost. Starts nothing.
+        """Plan a recipe: its stages, where they run, and the expected `time` and cost. Starts nothing.
 
-        Returns a `token` with which `run` starts exactly this.
+        Returns a `token` with which `run` starts exactly this. Stages with the action "reuse" cost nothing.
         """
         *_, document = self._plan(recipe, overrides, template, template_overrides, check=True)
         return {"token": self._issue_token(_plan_digest(document)), **document}

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from perilune.errors import RequestError
@@ -23,6 +24,11 @@ UNTRUSTED_KEYS = frozenset(
     {"because", "conditions", "events", "failure", "message", "messages", "problem", "text", "warnings"}
 )
 """Keys whose values may contain text of models, datasets, programs or users."""
+
+FOLDED_KEYS = frozenset({"events", "correct_per_task", "implicit_objective", "length_dynamics"})
+"""Keys of long values, which a result leaves out unless `part` asks for them."""
+
+TIME_KEYS = frozenset({"submitted", "created", "ended", "time"})  # seconds since 1970
 
 _INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u2060-\u206f\ufe00-\ufe0f\ufeff\U000e0000-\U000e0fff]")
 
@@ -145,12 +151,26 @@ class _Truncator:
             return _escape_invisible(piece)
         if isinstance(value, Mapping):
             keys = self._take_slice(list(value), path, offset, 2 * self._items)
-            return {_escape_invisible(str(key)): self.value(value[key], (*path, str(key))) for key in keys}
+            return {
+                _escape_invisible(str(key)): _format_time(value[key])
+                if key in TIME_KEYS and isinstance(value[key], float)
+                else self.value(value[key], (*path, str(key)))
+                for key in keys
+                if not self._fold(key, value[key], path)
+            }
         if isinstance(value, list | tuple):
             return self._copy_list(value, path, offset)
         if isinstance(value, float):
             return _round_number(value)
         return value
+
+    def _fold(self, key: str, value: Any, path: tuple[str, ...]) -> bool:
+        if isinstance(value, Mapping) and value.keys() == {"untrusted"}:
+            value = value["untrusted"]
+        if key not in FOLDED_KEYS or not value:
+            return False
+        self.left_out.append({"part": [*path, key], "offset": 0, "of": len(value)})
+        return True
 
     def _copy_list(self, value: Sequence[Any], path: tuple[str, ...], offset: int) -> list[Any]:
         piece = self._take_slice(value, path, offset, self._items)
@@ -173,6 +193,10 @@ def _round_number(value: float) -> float | None:
     if not math.isfinite(value):
         return None
     return float(f"{value:.7g}") if abs(value) < 1e6 else value
+
+
+def _format_time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _escape_invisible(text: str) -> str:

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from perilune.cli.arguments import RUN_HELP, WHERE_HELP
+from perilune.control.queries.lookup import StageStatus
 from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError
 
@@ -17,7 +17,13 @@ OMITTED_FIELDS = frozenset(  # fields of a stage that all stages of an experimen
     {"experiment_id", "experiment", "overrides", "submitted", "requested", "created", "reachability"}
     | {"cleanup", "attempt_dir", "bundle_digest", "conditions"}
 )
-MAX_EPISODES = 500  # episodes in a result; its counts include all episodes
+LISTED_FIELDS = frozenset(
+    {"stage", "task", "state", "cause", "message", "pass@1"}
+)  # of a list of all experiments
+INTERNAL_FIELDS = frozenset(  # fields of a run and its attempts that only the control plane needs
+    {"submit_key", "run_id", "desired", "forced", "current_epoch", "not_before", "manifest_digest"}
+    | {"bundle_digest", "cleanup", "unreachable_since"}
+)
 
 
 @dataclass(frozen=True)
@@ -43,25 +49,43 @@ class Reader:
     def runs(
         self,
         experiment: Annotated[
-            str, Field(description="Only this experiment: name, or first characters of its id.")
+            str, Field(description="Only experiments of this name, or the one whose id begins so.")
         ] = "",
         last: Annotated[int, Field(ge=1, description="Number of experiments, the latest first.")] = 20,
     ) -> dict[str, Any]:
-        """List experiments and their stages: state, cause of a failure, and final figures with intervals."""
-        from perilune.cli.inspect.runs import runs_document, select_runs
+        """List experiments, the latest first: overrides, and the state and pass@1 of each stage.
 
-        statuses, more = select_runs(self.control, experiment or None, last)
-        document = runs_document(self.control, statuses, more)
-        rows = groupby(document["runs"], key=lambda row: row["experiment_id"])
-        listed = [_experiment(list(stages)) for _, stages in rows]
+        With `experiment`: also the model, run ids, seconds, all final figures, and `change`, the gain in
+        pass@1 over the checkpoint that training started from, paired by task.
+        """
+        from perilune.control.queries.lookup import (
+            count_experiments,
+            find_experiments,
+            group_stage_statuses,
+            latest_experiments,
+        )
+
+        control = self.control
+        ids = find_experiments(control, experiment) if experiment else latest_experiments(control, last)
+        groups = group_stage_statuses(control, ids)
+        listed = [
+            _experiment(stages) | (_details(control, stages) if experiment else {})
+            for stages in groups.values()
+            if stages
+        ]
         newest = sorted(listed, key=lambda entry: entry["submitted"], reverse=True)
-        return {"home": document["home"], "experiments": newest, "other_experiments": more}
+        others = count_experiments(control) - len(ids)
+        return {"home": str(control.home.root), "experiments": newest, "other_experiments": others}
 
     def show(self, run: Target) -> dict[str, Any]:
-        """One run: state, health with its reason and remedy, attempts, all final figures, files, events."""
+        """One run: state, health with its reason and remedy, settings, checkpoints, attempts, final figures.
+
+        `settings.spec` has the algorithm, lr and so on, `summary.forgetting` the change on other tasks.
+        """
         from perilune.cli.inspect.runs import show_document
 
-        return show_document(self.control, run)
+        document: dict[str, Any] = _compact(show_document(self.control, run))
+        return document
 
     def explain(
         self, target: Annotated[str, Field(description=f"{RUN_HELP} Or an experiment.")]
@@ -74,14 +98,22 @@ class Reader:
     def compare(
         self,
         targets: Annotated[
-            list[str], Field(min_length=1, description="Experiments or sweeps: names, or starts of ids.")
+            list[str],
+            Field(
+                min_length=1,
+                description="Experiments or sweeps: ids, or names, each of all experiments that have it.",
+            ),
         ],
         metric: Annotated[
-            str, Field(description="STAGE.METRIC. Default: pass@1 of the last evaluation.")
+            str,
+            Field(
+                description='STAGE.METRIC, as "after_rl.pass@4" or "rl.last.reward". '
+                "Default: pass@1 of the last evaluation that most of them have."
+            ),
         ] = "",
         baseline: Annotated[int, Field(ge=1, description="Number of the arm to compare with.")] = 1,
     ) -> dict[str, Any]:
-        """Compare experiments: final figures, the best arm, and whether a difference is noise.
+        """Compare experiments: settings that differ, final figures, the best arm, and whether it is noise.
 
         Experiments that differ only in their seed are one arm. `conclusion` states what the paired test over
         seeds shows; with fewer than three common seeds no claim is made.
@@ -101,8 +133,8 @@ class Reader:
         """The metrics of a training stage by step."""
         from perilune.ui.curves import sum_by_part, thin_columns
 
-        attempt = self._attempt(run)
-        columns = attempt.metrics
+        identity, attempt = self._find(run)
+        columns = {name: [_number(value) for value in values] for name, values in attempt.metrics.items()}
         steps = columns.get("step", [])
         if unknown := [name for name in figures if name not in columns]:
             raise RequestError(
@@ -111,10 +143,10 @@ class Reader:
             )
         if figures:
             thinned = thin_columns({name: columns[name] for name in ("step", *figures)}, points)
-            return {"run": run, "steps": len(steps), "columns": thinned}
+            return {**identity, "steps": len(steps), "columns": thinned}
         extents = {name: _extent(steps, values) for name, values in columns.items() if name != "step"}
         seconds = sum_by_part(attempt.timings)
-        return {"run": run, "steps": len(steps), "seconds_by_part": seconds, "metrics": extents}
+        return {**identity, "steps": len(steps), "seconds_by_part": seconds, "metrics": extents}
 
     def episodes(
         self,
@@ -125,29 +157,35 @@ class Reader:
         where: Annotated[
             str, Field(description=f"Condition, such as 'reward < 1 and truncated'. {WHERE_HELP}")
         ] = "",
+        most: Annotated[
+            int, Field(ge=1, le=500, description="Number of episodes to show, the first ones.")
+        ] = 5,
     ) -> dict[str, Any]:
-        """Show what a model wrote, with rewards. Without `set_name` and `where`: the names of the sets."""
+        """Show what a model wrote, with rewards. Without `set_name` and `where`: the names of the sets.
+
+        `read`, `fitting` and the means count all episodes, not only those that are shown.
+        """
         from perilune.data.episodes_file import read_episodes
         from perilune.traces.where import parse_where
 
-        attempt, condition = self._attempt(run), parse_where(where)
+        (identity, attempt), condition = self._find(run), parse_where(where)
         files = {path.stem: path for path in [*attempt.episode_files, attempt.greedy_file] if path}
         if not files or (set_name and set_name not in files):
             what = f"run {run} has no episodes" + (f" called '{set_name}'" if files else "")
             raise RequestError(what, remedy=f"one of: {_span(list(files))}" if files else "perilune runs")
         if not set_name and not where:
-            return {"run": run, "sets": list(files)}
+            return {**identity, "sets": list(files)}
         read = 0
 
         def fitting() -> Iterator[Any]:
             nonlocal read
-            for path in [files[set_name]] if set_name else files.values():
-                episodes = read_episodes(path)
+            for name in [set_name] if set_name else files:
+                episodes = read_episodes(files[name])
                 read += len(episodes)
-                yield from filter(condition, episodes)
+                yield from ((name, episode) for episode in filter(condition, episodes))
 
-        figures = _summarize_episodes(fitting())
-        return {"run": run, "set": set_name or "all", "read": read, **figures}
+        figures = _summarize_episodes(fitting(), most)
+        return {**identity, "set": set_name or "all", "read": read, **figures}
 
     def logs(
         self,
@@ -155,12 +193,11 @@ class Reader:
         last: Annotated[int, Field(ge=1, le=1000, description="Number of lines, the last ones.")] = 40,
     ) -> dict[str, Any]:
         """The end of the log of a run."""
-        from perilune.control.queries.lookup import find_run
         from perilune.control.runs.requests import stream_log
 
-        text = "".join(stream_log(self.control, find_run(self.control, run).id))
-        lines = text.splitlines()
-        return {"run": run, "lines": len(lines), "text": "\n".join(lines[-last:])}
+        identity, _ = self._find(run)
+        lines = "".join(stream_log(self.control, identity["run"])).splitlines()
+        return {**identity, "lines": len(lines), "text": "\n".join(lines[-last:])}
 
     def wiki_search(
         self,
@@ -177,26 +214,29 @@ class Reader:
         ]
         return {"question": question, "passages": passages}
 
-    def _attempt(self, run: str) -> Any:
+    def _find(self, run: str) -> tuple[dict[str, str], Any]:
+        """Return the ids and the stage of a run, and its current attempt."""
         from perilune.control.queries.lookup import find_run
         from perilune.ui.attempt import Attempt
 
-        return Attempt(Path(self.control.directory(find_run(self.control, run))))
+        found = find_run(self.control, run)
+        identity = {"run": found.id, "experiment_id": found.experiment_id, "stage": found.stage}
+        return identity, Attempt(Path(self.control.directory(found)))
 
 
-def _summarize_episodes(episodes: Iterator[Any]) -> dict[str, Any]:
+def _summarize_episodes(episodes: Iterator[Any], most: int) -> dict[str, Any]:
     """Return counts of all episodes, and the first of them."""
     count = truncated = failed = tokens = 0
     rewards: list[float] = []
     rows: list[dict[str, Any]] = []
-    for episode in episodes:
+    for name, episode in episodes:
         count += 1
         truncated += episode.truncated
         failed += bool(episode.failure)
         tokens += episode.sampled
         rewards += [] if episode.reward is None else [episode.reward]
-        if len(rows) < MAX_EPISODES:
-            rows.append(_row(episode))
+        if len(rows) < most:
+            rows.append({"set": name, **_row(episode)})
     return {
         "fitting": count,
         "mean_reward": sum(rewards) / len(rewards) if rewards else None,
@@ -225,27 +265,63 @@ def _row(episode: Any) -> dict[str, Any]:
     }
 
 
-def _experiment(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    first = rows[0]
+def _experiment(stages: Sequence[StageStatus]) -> dict[str, Any]:
+    first = stages[0]
+    listed = [_stage(stage) for stage in stages]
     return {
-        "id": first["experiment_id"],
-        "name": first["experiment"],
-        "submitted": first["submitted"],
-        "overrides": first["overrides"],
-        "stages": [_stage(row) for row in rows],
+        "id": first.experiment_id,
+        "name": first.experiment,
+        "submitted": first.submitted,
+        "overrides": first.overrides,
+        "stages": [{key: row[key] for key in row if key in LISTED_FIELDS} for row in listed],
     }
 
 
-def _stage(row: Mapping[str, Any]) -> dict[str, Any]:
+def _details(control: Control, stages: Sequence[StageStatus]) -> dict[str, Any]:
+    """Return the model of an experiment, and all figures of its stages with their changes."""
+    from pydantic import ValidationError
+
+    from perilune.cli.train.results import parent_change
+    from perilune.control.runs.next_stage import read_recipe
+
+    rows = {stage.name: _stage(stage) for stage in stages}
+    try:
+        recipe = read_recipe(control, stages[0].experiment_id)
+    except (RequestError, ValidationError):  # damaged, or of another version
+        return {"stages": list(rows.values())}
+    summaries = {stage.name: stage.summary for stage in stages}
+    for stage in recipe.stages:
+        if summaries[stage.name].get("kind") == "evaluation":
+            rows[stage.name] |= parent_change(recipe, stage, summaries)
+    model = recipe.model and (recipe.model.path or recipe.model.preset)
+    return {"model": model, "seed": recipe.seed, "stages": list(rows.values())}
+
+
+def _stage(stage: StageStatus) -> dict[str, Any]:
     """Return the fields of a stage that a list needs: identity, numbers, and measures with intervals."""
-    fields = {}
-    for name, value in row.items():
+    fields: dict[str, Any] = {"stage": stage.name}
+    for name, value in stage.document().items():
         if name in OMITTED_FIELDS or value is None or value == "":
             continue
         is_measure = isinstance(value, Mapping) and value.keys() == {"mean", "low", "high"}
         if is_measure or not isinstance(value, Mapping | list | tuple):
             fields[name] = value
     return fields
+
+
+def _compact(value: Any) -> Any:
+    """Return a document without internal and empty fields."""
+    if isinstance(value, list | tuple):
+        return [_compact(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    fields = {key: _compact(item) for key, item in value.items() if key not in INTERNAL_FIELDS}
+    return {key: item for key, item in fields.items() if item is not None and item not in ("", {}, [])}
+
+
+def _number(value: Any) -> Any:
+    """Return the mean of a measure with an interval, and another value as it is."""
+    return value.get("mean") if isinstance(value, Mapping) else value
 
 
 def _extent(steps: Sequence[Any], values: Sequence[Any]) -> dict[str, Any]:

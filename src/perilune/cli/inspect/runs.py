@@ -122,15 +122,22 @@ def show(run: RunArgument, as_json: Json = False) -> None:
 
 
 def show_document(control: Control, run: str) -> dict[str, Any]:
-    """Return everything recorded about a run, and the verdict on its health, as JSON."""
+    """Return everything recorded about a run, its settings, and the verdict on its health, as JSON."""
     from perilune.control.queries.lookup import find_run, run_document
+    from perilune.metrics.health.verdict import Health
     from perilune.ui.attempt import Attempt
-    from perilune.ui.health import assess_attempt
+    from perilune.ui.health import assess_attempt, describe_failure
 
     document = run_document(control, record := find_run(control, run))
     here = not control.reconciler.placements.capabilities(record.id).is_remote
-    health = assess_attempt(Attempt(Path(document["directory"])), here=here)
-    return document | {"health": health.document()}
+    attempt = Attempt(Path(document["directory"]))
+    health = assess_attempt(attempt, here=here)
+    if record.state == "failed":
+        failure = describe_failure(attempt, record.id, record.message or record.cause)
+        health = Health("broken", (failure, *health.findings))
+    settings = {key: attempt.job.get(key) for key in ("seed", "model", "environment", "spec")}
+    checkpoints = [str(path) for path in attempt.checkpoints]
+    return document | {"settings": settings, "checkpoints": checkpoints, "health": health.document()}
 
 
 def _health_lines(health: Mapping[str, Any]) -> list[str]:

@@ -133,6 +133,17 @@ def describe_tokenizer(recipe: Recipe) -> str | None:
     return "one token per character, because the texts that were checked are printable ASCII"
 
 
+def describe_time(recipe: Recipe, estimated: Mapping[str, Estimate], template: Template | None) -> str:
+    """Return the time and memory of all stages together, or the reason why they are unknown."""
+    from perilune.cli.train.estimate import sum_estimates
+
+    if not estimated:
+        there = "" if template is None or template.placement.name == "local" else " there"
+        return f"unknown: no calibration of this device. Run `perilune doctor`{there}"
+    missing = [stage.name for stage in recipe.stages if stage.name not in estimated]
+    return str(sum_estimates(estimated)) + (f"; not estimated: {', '.join(missing)}" if missing else "")
+
+
 def print_estimate(
     recipe: Recipe, estimated: Mapping[str, Estimate], template: Template | None, out: TextIO
 ) -> None:
@@ -142,13 +153,7 @@ def print_estimate(
 
     if recipe.model is None:
         return
-    if estimated:
-        missing = [stage.name for stage in recipe.stages if stage.name not in estimated]
-        without = f"; not estimated: {', '.join(missing)}" if missing else ""
-        fact = f"{sum_estimates(estimated)}{without}"
-    else:
-        there = "" if template is None or template.placement.name == "local" else " there"
-        fact = f"unknown: no calibration of this device. Run `perilune doctor`{there}"
+    fact = describe_time(recipe, estimated, template)
     out.write(format_for_terminal(f"  {'time':<9}{fact}") + "\n")
     if estimated and template is not None and template.price is not None:
         total = sum_estimates(estimated)

@@ -59,7 +59,7 @@ def results_document(
         "evaluations": [
             {"stage": stage.name, "checkpoint": stage.consumes.get("checkpoint")}
             | {key: value for key, value in summaries[stage.name].items() if key not in OMITTED_KEYS}
-            | _parent_change(recipe, stage, summaries)
+            | parent_change(recipe, stage, summaries)
             for stage in recipe.stages
             if _is_evaluation(summaries[stage.name])
         ],
@@ -163,7 +163,7 @@ def _is_evaluation(summary: Mapping[str, Any]) -> bool:
     return summary.get("kind") == "evaluation"
 
 
-def _parent_change(
+def parent_change(
     recipe: Recipe, evaluation: Stage, summaries: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return the gain in pass@1 over the checkpoint that training started from, if both were evaluated."""

@@ -233,11 +233,16 @@ def plan_document(
 
     from perilune.cli.data.audit import load_grades
     from perilune.cli.train.estimate import estimate_document
-    from perilune.cli.train.plan import describe_tokenizer
+    from perilune.cli.train.plan import describe_time, describe_tokenizer
 
     placed = None if template is None else template.model_dump(mode="json")
-    document = {"recipe": recipe.model_dump(mode="json"), "template": placed, "stages": derived}
+    document: dict[str, Any] = {
+        "recipe": recipe.model_dump(mode="json"),
+        "template": placed,
+        "stages": derived,
+    }
     document |= {"estimate": estimate_document(estimated), "forecast": asdict(ahead)}
+    document["time"] = describe_time(recipe, estimated, template) if recipe.model is not None else None
     return document | {"tokenizer": describe_tokenizer(recipe), "reward_audits": load_grades(recipe)}
 
 
