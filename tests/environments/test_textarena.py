@@ -1,12 +1,15 @@
 """TextArena games that need no network, with the real package."""
 
 import random
+import re
+from importlib import import_module
 from itertools import islice
 
 import numpy as np
 import pytest
 
 from perilune.environments import KeyedRandom, Transcript, make_environment
+from perilune.environments.adapters.textarena import TextArenaEnvironment
 from perilune.errors import RequestError
 from perilune.verifiers.conformance import check_environment
 
@@ -127,6 +130,12 @@ def test_invalid_game_settings_are_rejected(wrong, where, monkeypatch):
     with pytest.raises(RequestError) as caught:
         make_environment(wrong)
     assert caught.value.where == where
+
+
+def test_families_are_registered_games_without_variants():
+    registered = import_module("textarena.envs.registration").ENV_REGISTRY
+    default = {name for name in registered if re.fullmatch(r".*-v\d+", name)}
+    assert TextArenaEnvironment.families() == tuple(sorted(default))
 
 
 def test_missing_package_names_extra_to_install(monkeypatch):

@@ -9,6 +9,8 @@ import io
 import re
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
@@ -23,7 +25,8 @@ from perilune.errors import RequestError
 from perilune.frozen import Frozen
 
 MAX_PLAYERS = 6  # tried if the recipe does not set the number of players
-_DEFAULT_VARIANT = re.compile(r".*-v\d+")  # variants, such as another board size, add a suffix
+# Calls in textarena/envs/__init__.py. Variants, such as another board size, add a suffix to the version.
+_DEFAULT_VARIANT = re.compile(r'^register\w*\(\s*id="([^"]*-v\d+)"', re.MULTILINE)
 
 # TextArena depends on python-chess, which is under the GPL. Users must opt in to it.
 REMEDY = "pip install 'perilune[textarena-gpl]', which brings python-chess under the GPL, version 3 or later"
@@ -64,8 +67,15 @@ class TextArenaEnvironment(MultiTurn):
 
     @staticmethod
     def families() -> tuple[str, ...]:
-        """Return the names of the games without their variants, sorted."""
-        return tuple(sorted(name for name in _registry() if _DEFAULT_VARIANT.fullmatch(name)))
+        """Return the names of the games without their variants, sorted.
+
+        They are read from TextArena's source, because importing it takes seconds (NLTK, SciPy).
+        """
+        spec = find_spec("textarena")
+        if spec is None or spec.origin is None:
+            raise _not_installed()
+        text = Path(spec.origin).with_name("envs").joinpath("__init__.py").read_text(encoding="utf-8")
+        return tuple(sorted(_DEFAULT_VARIANT.findall(text)))
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         """Yield tasks without end; each has its own random seed."""
@@ -154,6 +164,10 @@ def _registry() -> dict[str, Any]:
         registration = import_module("textarena.envs.registration")
         import_module("textarena")
     except ImportError:
-        raise RequestError("TextArena is not installed", where="environment.id", remedy=REMEDY) from None
+        raise _not_installed() from None
     names: dict[str, Any] = registration.ENV_REGISTRY
     return names
+
+
+def _not_installed() -> RequestError:
+    return RequestError("TextArena is not installed", where="environment.id", remedy=REMEDY)
