@@ -108,6 +108,16 @@ def test_exception_in_reward_is_verifier_failure():
     assert "no key for the judge" in failure.reason
 
 
+def test_second_conversation_fails_the_episode(monkeypatch):
+    """Loading notices it only if the environment also begins it after empty replies."""
+    check = "perilune.environments.adapters.verifiers_taskset.TasksetPackage._check_conversations"
+    monkeypatch.setattr(check, lambda package, name, task: None)
+    environment = make_environment(section("taskset_best_of"))
+    failure = environment.score(next(environment.tasks("train", 0)), Transcript("1"))
+    assert isinstance(failure, Failure) and failure.boundary == "environment"
+    assert "several conversations" in failure.reason
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -120,6 +130,7 @@ def test_exception_in_reward_is_verifier_failure():
             "uses a model as a judge",
         ),
         (section("taskset_reverse", config={"words": 0}), "has no tasks"),
+        (section("taskset_best_of"), "holds several conversations in an episode"),
     ],
 )
 def test_unsupported_packages_and_settings_are_rejected(wrong, message, monkeypatch):

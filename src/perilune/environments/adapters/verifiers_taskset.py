@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
@@ -24,6 +25,7 @@ from verifiers.v1.trace import AgentInfo, TraceTask
 from verifiers.v1.types import AssistantMessage, Response
 from verifiers.v1.utils.loaders import environment_class, resolve_env_config
 
+from perilune.environments.adapters.global_random import GlobalRandom
 from perilune.environments.core.dialogue import Ask
 from perilune.environments.core.protocol import EpisodeFailedError, Message, Score
 from perilune.errors import RequestError
@@ -61,6 +63,8 @@ class TasksetPackage:
         max_turns = turns or agent.max_turns or DEFAULT_MAX_TURNS
         self.turns = 1 if kind is SingleAgentEnv else max_turns
         _check_supported(name, self._env, first)
+        if kind is not SingleAgentEnv:
+            self._check_conversations(name, first)
         taskset = self._env.taskset
         self._is_infinite = not taskset.bounded if hasattr(taskset, "bounded") else taskset.INFINITE
 
@@ -76,9 +80,11 @@ class TasksetPackage:
         kind = type(self._env.taskset).task_type()
         task = kind(kind.data_type().model_validate(row["row"]), self._env.taskset.config.task)
         agent = PolicyAgent(ask, self.turns)
-        agents = type("Agents", (), {self._agent: agent})()
-        await self._env.setup(agents)
-        await self._env.run(task, agents)
+        try:
+            await self._run(task, agent)
+        finally:
+            if agent.conversations > 1:
+                raise EpisodeFailedError("environment", "it holds several conversations, not one") from None
         if len(agent.traces) != 1:
             raise EpisodeFailedError("environment", f"it held {len(agent.traces)} conversations, not one")
         (trace,) = agent.traces
@@ -90,18 +96,36 @@ class TasksetPackage:
         metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
         return Score(float(trace.reward), terms, metrics)
 
+    async def _run(self, task: Any, agent: PolicyAgent) -> None:
+        agents = type("Agents", (), {self._agent: agent})()
+        await self._env.setup(agents)
+        await self._env.run(task, agents)
+
+    def _check_conversations(self, name: str, task: Any) -> None:
+        """Refuse an environment that holds several conversations when every reply is empty."""
+
+        async def ask(conversation: Sequence[Message]) -> str:
+            return ""
+
+        agent = PolicyAgent(ask, self.turns, scores=False)
+        with closing(asyncio.new_event_loop()) as loop, GlobalRandom(0).install(), suppress(Exception):
+            loop.run_until_complete(self._run(task, agent))
+        if agent.conversations > 1:
+            raise _refusal(f"'{name}' holds several conversations in an episode")
+
     def _tasks(self) -> Iterator[Any]:
         tasks = iter(self._env.taskset)
         return islice(tasks, MAX_TASKS) if self._is_infinite else tasks
 
 
 class PolicyAgent:
-    """An agent for the package's environment whose replies come from the policy."""
+    """An agent for the package's environment whose replies come from the policy. It holds one conversation."""
 
     trainable = True
 
-    def __init__(self, ask: Ask, turns: int) -> None:
-        self._ask, self._turns = ask, turns
+    def __init__(self, ask: Ask, turns: int, *, scores: bool = True) -> None:
+        self._ask, self._turns, self._scores = ask, turns, scores
+        self.conversations = 0  # that the environment has begun
         self.traces: list[Any] = []
 
     async def run(self, task: Any, **options: Any) -> Any:
@@ -113,12 +137,16 @@ class PolicyAgent:
     @asynccontextmanager
     async def interaction(self, task: Any, **options: Any) -> AsyncIterator[Conversation]:
         """A conversation on the task, scored when the context is left."""
+        self.conversations += 1
+        if self.conversations > 1:
+            raise EpisodeFailedError("environment", "a second conversation")
         conversation = Conversation(task, self._ask, self._turns)
         yield conversation
         conversation.trace.stop("user_closed")
         conversation.trace.is_completed = True
         try:
-            await task.score(conversation.trace)
+            if self._scores:
+                await task.score(conversation.trace)
         except Exception as error:  # a reward function may raise anything
             raise EpisodeFailedError("verifier", f"{type(error).__name__}: {error}") from None
         self.traces.append(conversation.trace)

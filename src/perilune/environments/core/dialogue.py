@@ -48,7 +48,8 @@ class Dialogue(Generic[T]):
         assert self._reply is not None
         waiting, self._reply = self._reply, None
         self._request = self._loop.create_future()
-        waiting.set_result(reply)
+        if not waiting.done():  # otherwise `play` has cancelled the part that awaits it
+            waiting.set_result(reply)
         return self.begin()
 
     def result(self) -> T:
