@@ -190,6 +190,16 @@ def test_recurrent_layers_are_rejected_by_name(
         load_for_inference(path)
 
 
+def test_error_for_multimodal_model_names_its_text_model(tmp_path: Path) -> None:
+    from transformers import Qwen3_5Config
+
+    Qwen3_5Config(text_config={**GROUPED, **LINEAR}).save_pretrained(tmp_path)
+    Tokenizer.characters().save(tmp_path)
+    with pytest.raises(RequestError, match="model_type is 'qwen3_5'") as caught:
+        load_for_inference(tmp_path)
+    assert caught.value.remedy == "a checkpoint of its text model alone, with model_type qwen3_5_text"
+
+
 @torch.no_grad()
 def test_layers_with_different_head_sizes_are_supported(tmp_path: Path) -> None:
     model, _ = load_for_inference(save(tmp_path, "Gemma4Text", GROUPED))

@@ -20,6 +20,7 @@ from perilune.files import read_json
 from perilune.models.checkpoints.folder import CheckpointFolder
 from perilune.models.checkpoints.stored import open_checkpoint
 from perilune.models.checkpoints.tensors import StoredTensor, read_tensor_headers
+from perilune.models.config.families import DECODER_FAMILIES
 from perilune.models.config.quantization import read_quantization
 from perilune.models.config.reader import Reader, UnsupportedModelError
 from perilune.models.decoder import Decoder
@@ -261,6 +262,8 @@ def _read_shape(config: Any, raw: Mapping[str, Any], folder: CheckpointFolder) -
         raise RequestError(what, where=str(folder.path), remedy="use a model with attention in every layer")
     recurrent = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION)
     if recurrent:
+        if raw["model_type"] != text.model_type and text.model_type in DECODER_FAMILIES:
+            Reader(raw, str(folder.path / "config.json")).architecture()  # raises: it is multimodal
         kinds = ", ".join(map(repr, recurrent))
         raise RequestError(
             f"a {raw['model_type']} model has layers of kind {kinds}, whose state the engine cannot cache",

@@ -43,8 +43,12 @@ class Reader:
                 return architecture
         if not isinstance(kind, str):
             raise self.wrong("model_type", "give the name of an architecture")
-        families = ", ".join(DECODER_FAMILIES)
-        raise self.unsupported("model_type", f"train a checkpoint of one of: {families}; others only sample")
+        text = self.raw.get("text_config")
+        inner = text.get("model_type") if isinstance(text, Mapping) else None
+        remedy = f"train a checkpoint of one of: {', '.join(DECODER_FAMILIES)}; others only sample"
+        if isinstance(inner, str) and inner in DECODER_FAMILIES:
+            remedy = f"a checkpoint of its text model alone, with model_type {inner}"
+        raise self.unsupported("model_type", remedy)
 
     def reject(self, key: str, allowed: Any, remedy: str) -> None:
         """Refuse a value other than `allowed` (or null) because it would change the computation."""
