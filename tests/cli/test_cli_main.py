@@ -96,6 +96,7 @@ def test_unknown_command_suggests_the_nearest(perilune) -> None:
     done = perilune("shwo")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: unknown command 'shwo'\n  try: perilune show\n"
+    assert perilune("bogus").stderr == "error: unknown command 'bogus'\n  try: perilune --help\n"  # not logs
 
 
 @pytest.mark.parametrize("active", [True, False], ids=["active", "not active"])

@@ -25,6 +25,9 @@ def test_unknown_id_suggests_similar_id():
     with pytest.raises(RequestError, match="no environment called 'reasoning-gym'") as caught:
         make_environment({"id": "reasoning-gym"})
     assert "reasoning_gym" in caught.value.remedy
+    with pytest.raises(RequestError) as caught:
+        make_environment({"id": "foo"})
+    assert caught.value.remedy.startswith("one of: ")  # no id is near
     with pytest.raises(RequestError):
         make_environment({})
 

@@ -51,7 +51,7 @@ class LazyGroup(TyperGroup):
         """
         name, *rest = args
         if name not in COMMANDS:
-            close = difflib.get_close_matches(name, COMMANDS, n=1)
+            close = [near for near in difflib.get_close_matches(name, COMMANDS) if near[0] == name[0]]
             remedy = f"perilune {close[0]}" if close else "perilune --help"
             raise RequestError(f"unknown command '{name}'", remedy=remedy)
         return name, load_command(name), rest

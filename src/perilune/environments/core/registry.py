@@ -313,7 +313,7 @@ def _protocol_error(name: str, lacking: Sequence[str]) -> RequestError:
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
     """Return a hint that names the closest valid name if there is one, else all of them."""
     choices = sorted(valid)
-    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, choices, n=1)
     return f"did you mean '{close[0]}'?" if close else f"one of: {', '.join(choices)}"
 
 
