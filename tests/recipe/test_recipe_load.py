@@ -287,6 +287,14 @@ def test_invalid_override_is_named(dinner: Path, override: str, said: str) -> No
     assert said in str(caught.value)
 
 
+def test_errors_in_overrides_are_counted_without_those_in_the_file(write) -> None:
+    recipe = write(DINNER + "sead: 1\n")
+    for overrides, more in ((["bread.haet=1"], ""), (["bread.haet=1", "bread.tiem=2"], " (and 1 more)")):
+        with pytest.raises(RequestError) as caught:
+            load_recipe(recipe, overrides)
+        assert caught.value.what == f"stages.bread.haet is not a known key{more}"
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [

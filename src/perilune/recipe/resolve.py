@@ -47,7 +47,8 @@ def resolve(document: Document, folder: Path) -> Recipe:
         folder: base of relative paths in the document.
 
     Raises:
-        RequestError: with the first error by position in the file, and the number of the others.
+        RequestError: with the first error by position in the file, and the number of the others. Errors in
+            overrides come first and are counted alone.
     """
     problems: list[Problem] = []
     recipe: Recipe | None = None
@@ -73,7 +74,9 @@ def resolve(document: Document, folder: Path) -> Recipe:
     except ProblemsError as found:
         problems += found.problems
     if problems or recipe is None:
-        raise_first(sorted(problems, key=lambda p: _sort_key(document.locate(p.path))), document.locate)
+        problems.sort(key=lambda p: _sort_key(document.locate(p.path)))
+        overridden = [p for p in problems if document.locate(p.path).startswith("--set")]
+        raise_first(overridden or problems, document.locate)
     return recipe
 
 
