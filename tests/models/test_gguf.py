@@ -168,6 +168,7 @@ def test_transformers_loads_exported_model(tmp_path: Path, kind: str) -> None:
 def test_export_rejects_tokenizer_without_byte_level_bpe(tmp_path: Path) -> None:
     tokenizer = Tokenizer.characters()
     save_checkpoint(tmp_path / "tiny", new_model("tiny", tokenizer, 0), tokenizer)
-    with pytest.raises(RequestError, match="not a byte-level BPE"):
+    with pytest.raises(RequestError, match="not a byte-level BPE") as caught:
         export_gguf(tmp_path / "tiny", tmp_path / "tiny.gguf", "f16")
+    assert "Hugging Face folder" in caught.value.remedy  # llama.cpp cannot convert it either
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]

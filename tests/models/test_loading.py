@@ -366,6 +366,15 @@ def test_single_file_takes_precedence_over_shard_index(folder: Path, tmp_path: P
 
 
 def test_adapter_folder_is_rejected_as_a_model(folder: Path) -> None:
+    adapter = folder / "adapter"  # as training with LoRA writes it, inside the merged model
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    with pytest.raises(RequestError) as loading:
+        load_checkpoint(adapter)
+    with pytest.raises(ProblemsError) as finding:
+        find_model(str(adapter), folder)
+    for remedy in (loading.value.remedy, finding.value.problems[0].remedy):
+        assert f"{folder}, if that is the model with the adapter merged" in remedy
     (folder / "config.json").rename(folder / "adapter_config.json")
     for load in (load_checkpoint, load_decoder, load_for_inference):
         with pytest.raises(RequestError, match="is a LoRA adapter, not a model"):

@@ -35,7 +35,10 @@ def find_model(path: str, base: Path) -> Path:
         files = sorted(found.glob("*.gguf"))
         remedy = str(files[0]) if files else "a folder in Hugging Face format, or a .gguf file"
         if (found / "adapter_config.json").is_file():
-            remedy = "it is a LoRA adapter: merge it into its base model with PEFT and give the merged folder"
+            merge = "merge it into its base model with PEFT and give the merged folder"
+            if (found.parent / CONFIG_FILE).is_file():
+                merge = f"{found.parent}, if that is the model with the adapter merged; otherwise {merge}"
+            remedy = f"it is a LoRA adapter: {merge}"
         raise ProblemsError([Problem(("model", "path"), f"model.path: {found} has no {CONFIG_FILE}", remedy)])
     try:
         folder: Path = _import_store().resolve_model_folder(found)

@@ -210,11 +210,11 @@ def _read_config(folder: CheckpointFolder) -> tuple[DecoderConfig, Reader]:
     """Return the configuration with the end tokens of generation_config.json, and a config.json reader."""
     file = folder.file("config.json")
     if not file.exists() and folder.file("adapter_config.json").exists():
-        raise RequestError(
-            "is a LoRA adapter, not a model",
-            where=str(folder.path),
-            remedy="merge it into its base model and save the result: PeftModel.merge_and_unload()",
-        )
+        remedy = "merge it into its base model and save the result: PeftModel.merge_and_unload()"
+        parent = folder.path.parent
+        if (parent / "config.json").is_file():
+            remedy = f"{parent}, if that is the model with the adapter merged; otherwise {remedy}"
+        raise RequestError("is a LoRA adapter, not a model", where=str(folder.path), remedy=remedy)
     read = folder.config
     config = DecoderConfig.from_hf(read.raw, where=read.where)
     return config.replace(eos_token_ids=folder.end_tokens()), read

@@ -163,7 +163,10 @@ def vocabulary_metadata(folder: Path, size: int) -> dict[str, Any]:
     model, steps = raw["model"], _steps(raw.get("pre_tokenizer"))
     byte_level = (raw.get("decoder") or {}).get("type") == "ByteLevel"
     if model.get("type") != "BPE" or not byte_level or raw.get("normalizer") not in (None, {"type": "NFC"}):
-        raise _not_in_gguf(folder, "the tokenizer is not a byte-level BPE")
+        error = _not_in_gguf(folder, "the tokenizer is not a byte-level BPE")
+        if model.get("type") == "WordLevel":  # a token per character; llama.cpp has no such tokenizer
+            error.remedy = "a Hugging Face folder: perilune model export CHECKPOINT FOLDER"
+        raise error
     name = next((name for name, s in SPLITTINGS.items() if _describe_splitting(s) == steps), None)
     if name is None:
         raise _not_in_gguf(folder, "the tokenizer splits text in a way that has no name in GGUF")
