@@ -66,7 +66,8 @@ def test_explain_and_exit_code_of_wait_report_the_outcome(
     answer = explain_run(control, only_run(control).id)
     if kind:
         assert f"counts as {kind}: at most 0 retries" in " ".join(answer.because)
-        assert (answer.because[-1] == "its remedy: write another") == (how == "request")
+        suggestion = "; the error suggests: write another" if how == "request" else ""
+        assert answer.next == f"nothing, unless you retry it{suggestion}"
         assert answer.commands[0].startswith("perilune logs")
     else:
         assert answer.because == ("attempt 1 succeeded", "its artifacts are complete and intact")

@@ -157,6 +157,9 @@ def test_cancelled_or_failed_experiment_starts_no_stage_until_run_again(
     wait_for(lambda: starter.advance_run(first)[1])
     assert explain_run(control, first).next == "stage second starts with the next command"
     assert cancel_experiment(control, experiment) == []  # between two stages
+    with control.store.snapshot() as session:  # no run is the cause
+        details = session.scalars(select(Event.detail).where(Event.kind == "experiment.cancelled"))
+        assert details.all() == [{"experiment": experiment}]
     assert started_stages() == [] and starter.advance_experiment(experiment)[1] == RunState.CANCELLED
     assert "with the next `perilune run`" in explain_run(control, first).next
     with pytest.raises(RequestError, match="the experiment is not running"):

@@ -134,8 +134,8 @@ def _explain_own_run(control: Control, run: Run) -> Explanation:
             why = f"{run.cause} counts as {kind}: at most {budget} retries, and this was failure {used}"
             commands = (f"perilune logs {run_id}", f"perilune retry {run_id}")
             remedy = run.message.partition(f"\n{REMEDY_PREFIX}")[2]
-            facts = (*history, why, *([f"its remedy: {remedy}"] if remedy else []))
-            return Explanation(run.state, facts, "nothing, unless you retry it", commands)
+            ahead = "nothing, unless you retry it" + (f"; the error suggests: {remedy}" if remedy else "")
+            return Explanation(run.state, (*history, why), ahead, commands)
         case RunState.CANCELLED:
             why = "cancellation was requested" + (", if necessary without proof" if run.forced else "")
             ahead = "nothing, unless you retry it"

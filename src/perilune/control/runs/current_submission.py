@@ -7,6 +7,7 @@ asks.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -67,9 +68,8 @@ def end_submission(session: Session, experiment: Experiment, reason: str, run: R
     """End the current submission of an experiment: no further stage starts."""
     if experiment.requested:
         experiment.requested = False
-        record_event(
-            session, f"experiment.{reason}", experiment=experiment.id, by="" if run is None else run.id
-        )
+        cause: dict[str, Any] = {} if run is None else {"by": run.id}
+        record_event(session, f"experiment.{reason}", experiment=experiment.id, **cause)
 
 
 def live_runs(session: Session, experiment_id: str) -> Sequence[Run]:
