@@ -119,7 +119,7 @@ class TasksetPackage:
 
 
 class PolicyAgent:
-    """An agent for the package's environment whose replies come from the policy. It holds one conversation."""
+    """An agent whose replies come from the policy. It holds one conversation."""
 
     trainable = True
 
