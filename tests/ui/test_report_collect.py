@@ -182,6 +182,15 @@ def test_collect_skips_damaged_file_and_names_it_in_a_notice(
     assert Path(name).name in notices[0].text
 
 
+TRAINING_WITH_WRONG_TYPES: dict[str, object] = {
+    "implicit_objective": [1.0],
+    "kind": "calibration",  # which has further keys
+    "length_dynamics": {"before": "short", "table": []},
+    "forgetting": {"text": 7},
+    "gold": {"recommended_stop": 3, "at_recommended_stop": "high"},
+}
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -189,13 +198,15 @@ def test_collect_skips_damaged_file_and_names_it_in_a_notice(
         ("strategies", {"direct": None}),
         ("samples", "many"),
         ("pass@1", {"mean": 0.5, "low": "x", "high": 1.0}),
-        ("implicit_objective", [1.0]),
+        ("truncated", "few"),
+        ("warnings", [7]),
+        *TRAINING_WITH_WRONG_TYPES.items(),
     ],
 )
 def test_summary_with_a_wrong_type_is_left_out_and_named(
     unfinished: SyntheticExperiment, key: str, value: object
 ) -> None:
-    root = unfinished.rl(steps=3, prompts=2) if key == "implicit_objective" else None
+    root = unfinished.rl(steps=3, prompts=2) if key in TRAINING_WITH_WRONG_TYPES else None
     attempt = Attempt(root or unfinished.view().stages[-1].attempt_dir)
     assert attempt.root is not None
     path = attempt.root / "artifacts" / "summary.json"

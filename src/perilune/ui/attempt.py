@@ -175,17 +175,14 @@ class Attempt:
         document = self._unless_damaged(lambda: read_json(path)) if path.exists() else None
         return document if isinstance(document, dict) else {}
 
-    def from_summary(self, read: Callable[[], T]) -> T | None:
-        """Return what `read` makes of the summary; None, and a line in `damage`, for a wrong type in it."""
-
-        def checked() -> T:
-            try:
-                return read()
-            except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-                where = f"{self.root}/artifacts/summary.json"
-                raise RequestError(f"has a value of a wrong type: {error}", where=where) from error
-
-        return self._unless_damaged(checked)
+    def check_summary(self, read: Callable[[], object]) -> None:
+        """Leave the summary out, and name it in `damage`, if `read` raises the error of a wrong type."""
+        try:
+            read()
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            where = f"{self.root}/artifacts/summary.json"
+            self.damage.append(f"{where}: has a value of a wrong type: {error}")
+            self.summary = {}
 
     def _unless_damaged(self, read: Callable[[], T]) -> T | None:
         try:

@@ -127,6 +127,8 @@ class ReportData:
 def collect_report(view: ExperimentView, *, embed: bool = True) -> ReportData:
     """Read the files of every stage of `view`; without `embed`, episodes are only listed."""
     pairs = [(stage, Attempt(stage.attempt_dir)) for stage in view.stages]
+    for stage, attempt in pairs:
+        attempt.check_summary(partial(_read_summary, stage, attempt))
     attempts = [attempt for _, attempt in pairs]
     evaluations = _present(_evaluation(stage, attempt) for stage, attempt in pairs)
     trainings = _present(_training(stage, attempt) for stage, attempt in pairs)
@@ -138,7 +140,7 @@ def collect_report(view: ExperimentView, *, embed: bool = True) -> ReportData:
         [EpisodeSource(stage.name, stage.task, attempt) for stage, attempt in pairs]
     )
     provenance, state = collect_provenance(view, attempts), worst_state(view.stages)
-    names, objective = {stage.name for stage, _ in pairs}, _objective_charts(pairs)
+    names = {stage.name for stage, _ in pairs}
     stages = [describe_stage(run, attempt, view.declared.get(run.name, {}), names) for run, attempt in pairs]
     return ReportData(
         experiment=Identity(view.name, state, view.seed),
@@ -161,16 +163,12 @@ def collect_report(view: ExperimentView, *, embed: bool = True) -> ReportData:
             *difficulty_charts(evaluations),
             *pass_at_k_charts(evaluations),
             *pass_rate_charts(evaluations),
-            *objective,
+            *_objective_charts(pairs),
         ],
         lengths=length_charts([(evaluation.label, attempt) for evaluation, attempt in evaluated]),
         hardest=find_hardest_tasks(evaluated),
         length_dynamics=_length_dynamics(pairs),
-        calibrations=[
-            _calibration(stage.name, attempt.summary)
-            for stage, attempt in pairs
-            if attempt.summary.get("kind") == "calibration"
-        ],
+        calibrations=_calibrations(pairs),
         forgetting=_present(
             _forgetting(stage, attempt.summary.get("forgetting")) for stage, attempt in pairs
         ),
@@ -200,9 +198,34 @@ def _totals(pairs: Sequence[tuple[StageView, Attempt]]) -> list[tuple[str, Mappi
     return [(stage.name, sum_by_part(attempt.timings)) for stage, attempt in pairs]
 
 
+def _read_summary(stage: StageView, attempt: Attempt) -> None:
+    """Read all that the report shows of a stage's summary, for the errors that wrong types raise."""
+    pairs = [(stage, attempt)]
+    read_evaluation(stage.name, "", attempt.summary, {})
+    _describe_warnings(attempt.summary)
+    _forgetting(stage, attempt.summary.get("forgetting"))
+    for read in (_length_dynamics, _calibrations, _objective_charts, describe_results):
+        read(pairs)
+
+
 def _length_dynamics(pairs: Sequence[tuple[StageView, Attempt]]) -> list[LengthDynamics]:
     dynamics = [(stage.name, attempt.summary.get("length_dynamics")) for stage, attempt in pairs]
-    return [LengthDynamics(name, value) for name, value in dynamics if isinstance(value, Mapping)]
+    return [LengthDynamics(name, _read_lengths(value)) for name, value in dynamics if value]
+
+
+def _read_lengths(found: Mapping[str, Any]) -> dict[str, Any]:
+    def numbers(section: Mapping[str, Any], *keys: str) -> dict[str, float]:
+        return {key: float(section[key]) for key in keys}
+
+    def side(row: Mapping[str, Any], name: str) -> dict[str, float] | None:
+        return numbers(row[name], "count", "length", "truncated") if row[name] else None
+
+    rows = [
+        {"difficulty": str(row["difficulty"]), "correct": bool(row["correct"])}
+        | {name: side(row, name) for name in ("before", "after")}
+        for row in found["table"]
+    ]
+    return numbers(found, "before", "after", "behaviour", "composition") | {"table": rows}
 
 
 def _forgetting(stage: StageView, found: Any) -> Forgetting | None:
@@ -230,7 +253,7 @@ def _evaluation(stage: StageView, attempt: Attempt) -> Evaluation | None:
     answers = attempt.scores(attempt.greedy_file) if attempt.greedy_file else []
     greedy = {score.task_id: score.reward >= RIGHT_REWARD for score in answers if score.reward is not None}
     label = _checkpoint_label(stage, attempt)
-    return attempt.from_summary(partial(read_evaluation, stage.name, label, attempt.summary, greedy))
+    return read_evaluation(stage.name, label, attempt.summary, greedy)
 
 
 def _checkpoint_label(stage: StageView, attempt: Attempt) -> str:
@@ -329,9 +352,17 @@ def _implied_objective(algorithm: str, samples: int) -> list[tuple[float, float]
     return objective_curve(algorithm, samples) if known else None
 
 
-def _calibration(stage: str, summary: Mapping[str, Any]) -> Calibration:
-    text = " ".join(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in summary["said"])
-    return Calibration(stage, text, calibration_charts(stage, summary))
+def _calibrations(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Calibration]:
+    found = [(stage.name, attempt.summary) for stage, attempt in pairs]
+    return [
+        Calibration(
+            name,
+            " ".join(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in summary["said"]),
+            calibration_charts(name, summary),
+        )
+        for name, summary in found
+        if summary.get("kind") == "calibration"
+    ]
 
 
 def _objective_charts(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Figure]:
@@ -347,6 +378,5 @@ def _objective_charts(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Figure
             curve = _implied_objective(algorithm, samples)
         if curve:
             label = ALGORITHM_NAMES.get(algorithm, algorithm)
-            chart = attempt.from_summary(partial(objective_chart, label, samples, curve))
-            return _present([chart])
+            return [objective_chart(label, samples, curve)]
     return []

@@ -88,11 +88,11 @@ def read_evaluation(
         tasks=int(summary.get("tasks", 0)),
         samples=int(summary.get("samples", 0)),
         measures={key: _read_bounds(summary[key]) for key in [*names, "greedy"] if summary.get(key)},
-        mean_length=length.get("mean") if isinstance(length, Mapping) else length,
-        truncated=summary.get("truncated"),
-        failures=summary.get("failures"),
-        tokens_per_second=summary.get("tokens_per_second"),
-        seconds=summary.get("seconds"),
+        mean_length=_number(length.get("mean") if isinstance(length, Mapping) else length),
+        truncated=_number(summary.get("truncated")),
+        failures=None if (failures := summary.get("failures")) is None else int(failures),
+        tokens_per_second=_number(summary.get("tokens_per_second")),
+        seconds=_number(summary.get("seconds")),
         by_difficulty=tuple(
             (float(row["difficulty"]), int(row["tasks"]), _read_bounds(row["pass@1"])[0])
             for row in summary.get("by_difficulty") or ()
@@ -104,7 +104,7 @@ def read_evaluation(
             if measures.get("pass@1")
         },
         strategies={
-            str(name): (float(row["share"]), row.get("accuracy"))
+            str(name): (float(row["share"]), _number(row.get("accuracy")))
             for name, row in (summary.get("strategies") or {}).items()
         },
         solved={str(task): (int(n), int(c)) for task, n, c in summary.get("correct_per_task") or ()},
@@ -114,9 +114,12 @@ def read_evaluation(
 
 def _read_bounds(value: Any) -> Bounds:
     if isinstance(value, Mapping):
-        low, high = (None if value.get(key) is None else float(value[key]) for key in ("low", "high"))
-        return (float(value["mean"]), low, high)
+        return (float(value["mean"]), _number(value.get("low")), _number(value.get("high")))
     return (float(value), None, None)
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
 def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:

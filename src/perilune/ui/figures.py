@@ -204,7 +204,7 @@ def calibration_charts(stage: str, found: Mapping[str, Any]) -> list[Figure]:
 
     def chart(rows: Sequence[Figure], at: Sequence[int], x: Figure, **more: str) -> Figure:
         series = [
-            {"name": name, "x": at, "y": [row[field] for row in rows], "color": color, "points": True}
+            {"name": name, "x": at, "y": [float(row[field]) for row in rows], "color": color, "points": True}
             for name, field, color in sides
         ]
         look = {"kind": "lines", "height": 230, "y": y, "showLegend": True, "series": series}
@@ -213,7 +213,7 @@ def calibration_charts(stage: str, found: Mapping[str, Any]) -> list[Figure]:
     return [
         chart(
             prefixes,
-            [row["place"] for row in prefixes],
+            [int(row["place"]) for row in prefixes],
             {"label": "segments written", "name": "after"},
             key=f"{stage}-places",
             title="Value of the prefixes of answers",
