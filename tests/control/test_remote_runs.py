@@ -16,13 +16,24 @@ from threading import Event
 from typing import Any, BinaryIO
 
 import pytest
-from drill_cases import INSTALLED, PATIENCE, begin, drill_control, drill_plan, has_event, only_run, wait_for
+from drill_cases import (
+    INSTALLED,
+    PATIENCE,
+    Command,
+    begin,
+    drill_control,
+    drill_plan,
+    has_event,
+    only_run,
+    wait_for,
+)
 from fault_points import POINTS, REMOTE_POINTS
 from hosts_cases import NearbyHost, interpreter
 from kill_cases import killed_at_every_point
 
 from perilune.bundle import scripts
 from perilune.bundle.verify import Difference, verify
+from perilune.cli.train import lifecycle
 from perilune.control.evidence.attestation import removed_artifacts
 from perilune.control.evidence.verification import find_run_problems
 from perilune.control.queries.lookup import list_attempts
@@ -407,6 +418,20 @@ def test_cancel_does_not_wait_for_upload(control: Control, box: Elsewhere) -> No
     wait_for(lambda: not host.let_go.is_set(), "the end of the stream")
     (wheel,) = control.home.bundle(run_id).glob("scripts/*.whl")
     assert host.sent < wheel.stat().st_size and read_progress(control.home.attempt(run_id, 1)) is None
+
+
+def test_wait_ends_at_its_timeout_during_an_upload(
+    control: Control, box: Elsewhere, perilune: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "LOOK_SECONDS", 1.0)
+    box.host = host = Stalled()
+    plan = drill_plan()
+    next(advance(control, begin(control, [plan]), [plan], template=box.template))
+    code, out, _ = perilune("wait", "drill", "--timeout", "0.5")
+    assert code == 124 and out == "drill: active, not ended after 0.5 s\n"
+    assert host.stalls.is_set()  # it was uploading
+    host.let_go.set()
+    assert cancel_run(control, only_run(control).id).state == "cancelled"
 
 
 def test_time_limit_fails_run_without_retry(

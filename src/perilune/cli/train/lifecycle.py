@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from perilune.control.runs.next_stage import StageStarter
 
 CANCELLED, TIMED_OUT = 3, 124  # exit codes of `wait`; the latter is that of timeout(1)
+LOOK_SECONDS = 5.0  # least time of `wait`: enough to see a run that has ended
 
 
 def wait(
@@ -49,7 +52,7 @@ def wait(
     perilune wait rl --timeout 3600
     perilune wait quickstart
     """
-    from perilune.control.queries.lookup import find_run_or_experiment
+    from perilune.control.queries.lookup import find_current_stage_run, find_run_or_experiment
     from perilune.control.record.store import Experiment
     from perilune.control.runs.experiments import POLL_INTERVAL_S
     from perilune.control.runs.next_stage import StageStarter
@@ -59,13 +62,22 @@ def wait(
     found = find_run_or_experiment(control, target)
     starter, prefix = StageStarter(control), f"{found.name}/" if isinstance(found, Experiment) else ""
     until = None if timeout is None else time.monotonic() + timeout
-    while True:
-        if prefix:
-            _start_next_stage(starter, found.id)
-        run, outcome = starter.advance_experiment(found.id) if prefix else starter.advance_run(found.id)
-        if outcome is not None or (until is not None and time.monotonic() >= until):
-            break
-        time.sleep(POLL_INTERVAL_S)
+    try:
+        with _interrupt_after(timeout):
+            while True:
+                if prefix:
+                    _start_next_stage(starter, found.id)
+                advance = starter.advance_experiment if prefix else starter.advance_run
+                run, outcome = advance(found.id)
+                if outcome is not None or (until is not None and time.monotonic() >= until):
+                    break
+                time.sleep(POLL_INTERVAL_S)
+    except _TimeIsUpError:
+        with control.store.snapshot() as session:
+            current = find_current_stage_run(session, found.id) if prefix else control.run(found.id)
+        if current is None:  # it was still preparing the first stage
+            raise typer.Exit(TIMED_OUT) from None
+        run, outcome = current, None
     if as_json:
         print_json(({"experiment": found.id} if prefix else {}) | summarize_run(run))
     else:
@@ -75,6 +87,29 @@ def wait(
     failed = 2 if run.cause in REQUEST_CAUSES else 1
     codes = {"succeeded": 0, "failed": failed, "cancelled": CANCELLED, None: TIMED_OUT}
     raise typer.Exit(codes[outcome])
+
+
+class _TimeIsUpError(KeyboardInterrupt):
+    """The time of `wait` is up. As after Ctrl-C, an upload ends at once."""
+
+
+@contextmanager
+def _interrupt_after(timeout: float | None) -> Iterator[None]:
+    """Raise `_TimeIsUpError` in the block after `timeout`, but leave it the time to look once."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise _TimeIsUpError
+
+    if timeout is None:
+        yield
+        return
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    timer = signal.setitimer(signal.ITIMER_REAL, max(timeout, LOOK_SECONDS))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
 
 
 def _start_next_stage(starter: StageStarter, experiment_id: str) -> None:
