@@ -55,6 +55,8 @@ def test_wait_starts_next_attempt_after_worker_death(perilune: Command, control:
     assert document["because"][0].startswith("attempt 1 failed: runner_died")
     code, out, _ = perilune("wait", "drill", "--json")  # wait starts the next attempt
     assert code == 0 and json.loads(out)["attempts"] == 2
+    first, second = perilune("logs", "drill")[1].split("--- attempt 2 ---\n")
+    assert "begins at step 0" in first and "begins at step 2" in second
 
 
 @pytest.mark.parametrize(("how", "code", "kind"), [("work", 1, "user"), ("request", 2, "user"), ("", 0, "")])

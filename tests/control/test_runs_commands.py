@@ -3,16 +3,28 @@
 import json
 import os
 import signal
+from itertools import islice
 from pathlib import Path
 
 import pytest
-from drill_cases import Command, carry_out, drill_bundle, drill_plan, family, hanging, wait_for, worker_of
+from drill_cases import (
+    Command,
+    begin,
+    carry_out,
+    drill_bundle,
+    drill_plan,
+    family,
+    hanging,
+    wait_for,
+    worker_of,
+)
 
 from perilune.bundle.manifest import write_manifest
 from perilune.cli.inspect.run_table import describe_doubts
 from perilune.control.queries.lookup import find_run
-from perilune.control.runs.experiments import Control
+from perilune.control.runs.experiments import Control, advance
 from perilune.control.runs.progress import StageFinished
+from perilune.control.runs.requests import stream_log
 from perilune.execution.processes import Presence, ProcessIdentity
 
 
@@ -84,6 +96,13 @@ def test_logs_diff_and_collect(perilune: Command, control: Control, tmp_path: Pa
         code, out, _ = perilune("show", "one")
         assert code == 0
         assert f"  error      artifacts: damaged or missing; `perilune verify {damaged.name}`" in out
+
+
+def test_logs_of_a_queued_run_are_empty(control: Control) -> None:
+    plan = drill_plan()
+    run_id = next(advance(control, begin(control, [plan]), [plan])).run_id
+    assert control.run(run_id).current_epoch == 0
+    assert list(islice(stream_log(control, run_id), 1)) == []  # it repeated "attempt 2" without end
 
 
 def test_logs_escape_terminal_control_sequences(perilune: Command, control: Control) -> None:

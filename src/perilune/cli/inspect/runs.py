@@ -169,7 +169,7 @@ def logs(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Print the log of a run; -f follows it.
+    """Print the log of a run, of all its attempts; -f follows it.
 
     Control characters are printed in escaped form: \\x1b stands for ESC. Of a very long log, the first 8 MiB
     and at least the last 16 MiB are kept. The folder runtime/ of the attempt has the original bytes.

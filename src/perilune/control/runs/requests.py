@@ -168,13 +168,13 @@ def retry_run(control: Control, run_id: str) -> Run:
 
 
 def stream_log(control: Control, run_id: str, *, follow: bool = False) -> Iterator[str]:
-    """Yield the text of a run's log; with `follow`, as it grows, across all attempts, until the run ends.
+    """Yield the text of a run's log, attempt by attempt; with `follow`, as it grows, until the run ends.
 
     The text is raw: pass it through `perilune.terminal.escape_control` before showing it.
     """
     if follow:
         require_own_run(control.home, run_id)
-    attempt = max(1, control.run(run_id).current_epoch)
+    attempt = 1
     while True:
         runtime = control.home.attempt(run_id, attempt) / "runtime"
         printed, decoder = LogReader(runtime), codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -187,9 +187,9 @@ def stream_log(control: Control, run_id: str, *, follow: bool = False) -> Iterat
             if over or not follow:
                 break
             time.sleep(POLL_INTERVAL_S)
-        if not log_pieces(runtime):
-            yield worker_output(runtime.parent, MAX_WORKER_LINES)  # the task never started
-        if run.current_epoch == attempt:
+        if not log_pieces(runtime) and (output := worker_output(runtime.parent, MAX_WORKER_LINES)):
+            yield f"{output}\n"  # the task never started
+        if run.current_epoch <= attempt:
             return
         attempt += 1
         yield f"--- attempt {attempt} ---\n"
