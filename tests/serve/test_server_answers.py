@@ -334,6 +334,7 @@ def test_invalid_requests_get_specific_errors(
         ({"logit_bias": {"a": 1}}, "logit_bias.a", "valid integer"),
         ({"structured_outputs": {"whitespace_pattern": "a"}}, "structured_outputs", "is not supported"),
         ({"messages": [{"role": "user", "content": "é"}]}, None, "cannot encode"),  # no path of the server
+        ({"structured_outputs": {"choice": ["é"]}}, None, "cannot express"),  # nor a name of the engine
     ],
 )  # fmt: skip
 def test_error_names_the_invalid_parameter(

@@ -40,6 +40,7 @@ async def read_request(request: Request, kind: type[BodyT], lanes: Lanes) -> tup
     Raises:
         ApiError: 400, with the first error.
     """
+    request.state.fields = kind.model_fields  # that errors may name
     data = await request.body()
     return await lanes.short_or_long(len(data), lambda: read_body(data, kind)), len(data)
 

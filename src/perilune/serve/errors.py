@@ -81,7 +81,8 @@ async def handle_http_error(request: Request, error: Exception) -> JSONResponse:
 async def handle_library_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, PeriluneError)
     status = http_status(error)
-    param = None if "/" in error.where else error.where or None  # a file of the server is no argument
+    fields = getattr(request.state, "fields", ())
+    param = error.where if error.where.partition(".")[0] in fields else None  # others are the server's
     return JSONResponse(error_document(status, with_remedy(error), param), status)
 
 
