@@ -21,7 +21,7 @@ from perilune.control.runs.experiments import Control, register_experiment
 from perilune.errors import RequestError
 from perilune.files import write_json
 from perilune.metrics.across_seeds import compare_over_seeds
-from perilune.ui.comparison import build_comparison, comparison_charts
+from perilune.ui.experiment_comparison import build_comparison, comparison_charts
 
 RATES = {
     1e-5: {0: [2, 4, 0, 2], 1: [2, 2, 2, 2], 2: [4, 0, 0, 4]},

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from perilune.cli.data.environments import MAX_COUNTED_TASKS, app
+from perilune.cli.arguments import MAX_COUNTED_TASKS
+from perilune.cli.data.environments import app
 from perilune.errors import RequestError
 from perilune.models.text.tokenizer import Tokenizer
 

@@ -19,7 +19,7 @@ from perilune.data.spans import Span
 from perilune.files import write_json_lines
 from perilune.metrics.across_seeds import compare_over_seeds
 from perilune.metrics.bootstrap import Interval
-from perilune.ui.comparison import build_comparison
+from perilune.ui.experiment_comparison import build_comparison
 from perilune.ui.report import build_report
 from perilune.ui.view import ExperimentView
 

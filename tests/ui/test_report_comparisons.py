@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune.ui.comparisons import (
+from perilune.ui.evaluations import (
     UNRECOGNIZED,
     Evaluation,
     compare_evaluations,

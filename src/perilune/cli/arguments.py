@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 MAX_COMPLETED_EXPERIMENTS = 5  # experiments whose runs the shell completes
 RUN_HELP = "Run id or its first characters, EXPERIMENT/STAGE, or a stage of the latest experiment."
 
+MAX_COUNTED_TASKS = 4096  # tasks that are made to count those of an environment, which may have no end
+
 WHERE_HELP = (
     "Names: reward, truncated, failure, finish_reason, step, tokens, sampled, text, environment, task_id, "
     "episode_id, reward_terms.NAME, metrics.NAME. Signs: < <= > >= == != and ~ for contains."

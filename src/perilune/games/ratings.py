@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perilune.errors import RequestError
-from perilune.metrics.bootstrap import CONFIDENCE_LEVEL, Interval
+from perilune.metrics.across_seeds import CONFIDENCE_LEVEL
+from perilune.metrics.bootstrap import Interval
 
 ELO_PER_NAT = 400 / math.log(10)  # Elo points per nat of log odds
 PRIOR_GAMES = 1.0  # drawn games added to each pair that played, so an undefeated player has a finite rating

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perilune.errors import RequestError
+from perilune.metrics.across_seeds import CONFIDENCE_LEVEL
 
 RESAMPLES = 10_000
-CONFIDENCE_LEVEL = 0.95
 _CHUNK_INDICES = 4_000_000  # indices drawn at once, 32 MB
 
 

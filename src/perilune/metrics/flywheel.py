@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from perilune.errors import RequestError
-from perilune.metrics.bootstrap import CONFIDENCE_LEVEL, Interval
+from perilune.metrics.across_seeds import CONFIDENCE_LEVEL
+from perilune.metrics.bootstrap import Interval
 
 
 def rounds_to(p: float, goal: float, gain: float) -> float:

@@ -11,7 +11,7 @@ from perilune.metrics.bootstrap import Interval
 
 READY_LIVE_SHARE = 0.2  # share of live groups from which RL can start
 MIN_LIVE_SHARE = 0.05  # share of live groups below which it cannot
-SOLVED_PASS_RATE = 0.9  # lower bound of pass@1 from which there is little left to learn
+SOLVED_PASS_RATE = 0.9  # pass rate from which there is little left to learn
 MIN_FORMAT_SHARE = 0.05  # share of answers in the form below which the form is the problem
 MAX_TRUNCATED_SHARE = 0.5  # share of answers cut off from which the token limit is the problem
 

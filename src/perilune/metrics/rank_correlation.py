@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from perilune.metrics.bootstrap import CONFIDENCE_LEVEL, Interval
+from perilune.metrics.across_seeds import CONFIDENCE_LEVEL
+from perilune.metrics.bootstrap import Interval
 
 Figures = NDArray[np.float64]
 

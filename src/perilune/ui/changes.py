@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from perilune.ui.comparisons import Comparison, Evaluation
+from perilune.ui.evaluations import Comparison, Evaluation
 from perilune.ui.figures import Figure
 from perilune.ui.headline import format_percent, format_points
 

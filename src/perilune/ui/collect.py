@@ -14,10 +14,10 @@ from perilune.metrics.held_out import curve_notes
 from perilune.metrics.lineage import find_parent_evaluation
 from perilune.ui.attempt import Attempt
 from perilune.ui.changes import climb_chart, contribution_charts, difference_charts, select_measures
-from perilune.ui.comparisons import UNTRAINED, Comparison, Evaluation, compare_evaluations, read_evaluation
 from perilune.ui.curves import Training, read_training, sum_by_part
 from perilune.ui.episode_sets import index_episodes
 from perilune.ui.episodes import RIGHT_REWARD, EpisodeLibrary, EpisodeSource, collect_episodes
+from perilune.ui.evaluations import UNTRAINED, Comparison, Evaluation, compare_evaluations, read_evaluation
 from perilune.ui.figures import (
     Figure,
     calibration_charts,

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perilune.ui.attempt import Attempt
-from perilune.ui.comparisons import Evaluation
 from perilune.ui.episodes import RIGHT_REWARD
+from perilune.ui.evaluations import Evaluation
 
 Figure = dict[str, Any]
 

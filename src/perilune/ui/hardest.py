@@ -7,8 +7,8 @@ from urllib.parse import quote
 
 from perilune.data.episode import Episode
 from perilune.ui.attempt import Attempt
-from perilune.ui.comparisons import Evaluation
 from perilune.ui.episodes import RIGHT_REWARD, SAMPLES_LABEL
+from perilune.ui.evaluations import Evaluation
 
 MAX_TASKS = 6  # tasks to show
 MAX_CHARACTERS = 160  # characters of a text

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from perilune.metrics.bootstrap import Interval
-from perilune.ui.comparisons import UNTRAINED, Comparison, Evaluation
 from perilune.ui.curves import Training
+from perilune.ui.evaluations import UNTRAINED, Comparison, Evaluation
 
 EDGE_STEPS = 5  # steps to average at each end of a curve
 ALGORITHM_NAMES = {

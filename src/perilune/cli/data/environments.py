@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perilune.cli.arguments import Json, SplitOption, find_checkpoint, make_command_group
+from perilune.cli.arguments import (
+    MAX_COUNTED_TASKS,
+    Json,
+    SplitOption,
+    find_checkpoint,
+    make_command_group,
+)
 from perilune.cli.data.audit import audit_environments, load_recipe_environments, replay
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError, WorkFailedError
@@ -22,8 +28,6 @@ if TYPE_CHECKING:
     from perilune.environments import Environment, Split, Task, Transcript
 
 app = make_command_group("List, show, sample, check and audit environments.")
-
-MAX_COUNTED_TASKS = 4096  # tasks of a split; an environment may have infinitely many
 
 Name = Annotated[
     str,

@@ -54,7 +54,7 @@ def compare(
     perilune compare 01JQ8 01JQ9 --metric rl.last.reward
     perilune compare words-1 --baseline 2 --out page.html
     """
-    from perilune.ui.comparison import build_comparison
+    from perilune.ui.experiment_comparison import build_comparison
 
     control = open_control()
     comparison = compare_targets(control, targets, metric, baseline)
@@ -142,7 +142,7 @@ def _clip_share(figure: Interval) -> Interval:
 
 def _curves(comparison: Comparison) -> list[str]:
     """Return the first curve of the last stage that has one: a line of bars for each arm, on one scale."""
-    from perilune.ui.comparison import comparison_charts
+    from perilune.ui.experiment_comparison import comparison_charts
 
     charts = comparison_charts(comparison)
     if not charts:

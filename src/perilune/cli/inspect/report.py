@@ -37,8 +37,8 @@ def _comparison_page(targets: Sequence[str], out: Path) -> Path | None:
     from perilune.control.queries.comparison import compare_experiments
     from perilune.control.runs.experiments import Control
     from perilune.control.runs.sweeps import find_sweep
-    from perilune.ui.comparison import build_comparison
     from perilune.ui.experiment import PATH_PREFIXES
+    from perilune.ui.experiment_comparison import build_comparison
 
     if len(targets) == 1 and targets[0].startswith(PATH_PREFIXES):
         return None

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.plugin import load_plugin
+from perilune.cli.arguments import MAX_COUNTED_TASKS
 from perilune.environments.core.registry import REWARDS, make_environment, part_sections
 from perilune.environments.core.rewards import VERIFIER_TERM
 from perilune.errors import RequestError
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from perilune.environments.core.protocol import Outcome, Split, Task
     from perilune.recipe.schema import Recipe
 
-MAX_COUNTED_TASKS = 4096  # tasks that are made to count them
 TEXT_TASKS = 32  # training tasks whose characters are checked
 COMPARED_TASKS = 256  # training tasks whose ids and lengths are compared
 TEACHER_TASKS = 8  # training tasks that a teacher is tried on

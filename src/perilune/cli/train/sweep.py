@@ -429,7 +429,7 @@ class _SweepRun:
     def _print_comparison(self, seconds: float, *, as_json: bool) -> None:
         from perilune.cli.inspect.compare import comparison_document, print_comparison, unbiased_command
         from perilune.control.queries.comparison import compare_experiments
-        from perilune.ui.comparison import build_comparison
+        from perilune.ui.experiment_comparison import build_comparison
 
         name = self.sweep.name
         comparison = compare_experiments(self.control, [name])

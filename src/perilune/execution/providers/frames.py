@@ -14,6 +14,7 @@ from typing import BinaryIO
 FRAME_HEADER = struct.Struct("!cI")
 BLOCK_BYTES = 1 << 16
 MAX_FRAME_BYTES = 1 << 20
+READY_PREFIX = "perilune-ready "  # prefix of the line in which a job describes its machines
 
 
 class Kind(Enum):

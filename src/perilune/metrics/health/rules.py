@@ -10,7 +10,7 @@ from perilune.metrics.health.series import BASELINE_STEPS, Series, Values, find_
 from perilune.metrics.training import STEP_PARTS
 
 DEAD_GROUP_SHARE = 0.5  # share of dead groups
-SOLVED_PASS_RATE = 0.8  # pass rate from which groups are dead because their tasks are solved
+SOLVED_GROUPS_PASS_RATE = 0.8  # pass rate from which groups are dead because their tasks are solved
 TRUNCATED_SHARE = 0.25  # share of answers
 FAILED_SHARE = 0.05  # share of episodes without a score
 CPU_LOGPROB_GAP, GPU_LOGPROB_GAP = 1e-4, 1e-2  # nats, the limits of the run's own check
@@ -73,7 +73,7 @@ def find_dead_groups(run: Evidence) -> Iterator[Finding]:
     flags = []
     for index, value in enumerate(dead):
         number = sum(count or 1.0 for count in groups[max(0, index - 1) : index + 1])
-        is_solved = (passed[index] or 0.0) >= SOLVED_PASS_RATE
+        is_solved = (passed[index] or 0.0) >= SOLVED_GROUPS_PASS_RATE
         flags.append(
             value is not None and not is_solved and _is_clearly_above(value, number, DEAD_GROUP_SHARE)
         )

@@ -15,11 +15,11 @@ from perilune.bundle.workspace import Workspace
 from perilune.data.episode import Episode
 from perilune.environments.core import prompting
 from perilune.environments.core.prompted_environment import FORMAT_TERM
+from perilune.metrics.learnability import MAX_TRUNCATED_SHARE
 
 FORM_TERMS = (FORMAT_TERM, "well_formed")
 MAX_RARE_SHARE = 0.05  # share of answers below which the form counts as unknown to the model
 JUDGED_STEPS = 3  # RL steps after which the share is judged
-MAX_TRUNCATED_SHARE = 0.5  # share of cut off answers from which the token limit is a likely cause
 
 
 def form_share(episodes: Sequence[Episode]) -> float | None:

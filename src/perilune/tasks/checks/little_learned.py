@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from perilune.metrics.learnability import SOLVED_PASS_RATE
+
 MIN_STEPS = 10  # steps below which nothing is concluded
 MIN_RISE_ERRORS = 2.0  # standard errors by which the reward must rise
 HIGH_DEAD_SHARE = 0.6  # share of dead groups that explains a slow climb
 HIGH_TRUNCATED_SHARE = 0.3  # share of answers at the token limit that explains it
-SOLVED_PASS_RATE = 0.9  # pass rate above which little is left to learn
 
 
 def little_learned_warning(lines: Sequence[Mapping[str, Any]], episodes: int) -> str:

@@ -16,11 +16,11 @@ from perilune.control.runs.experiments import Control
 from perilune.errors import PeriluneError, RequestError
 from perilune.ui.attempt import Attempt
 from perilune.ui.collect import collect_report
-from perilune.ui.comparison import SCRIPTS as COMPARISON_SCRIPTS
-from perilune.ui.comparison import comparison_document
 from perilune.ui.episode_sets import find_source, read_set
 from perilune.ui.episodes import EpisodeSource
 from perilune.ui.experiment import view_in_home
+from perilune.ui.experiment_comparison import SCRIPTS as COMPARISON_SCRIPTS
+from perilune.ui.experiment_comparison import comparison_document
 from perilune.ui.live.access import Access
 from perilune.ui.live.episode_index import IndexCache
 from perilune.ui.live.listing import Listing

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from perilune.errors import PeriluneError
 from perilune.execution.hosts.protocol import Host, HostUnreachableError
 from perilune.execution.processes import Presence
+from perilune.execution.providers.frames import READY_PREFIX
 from perilune.execution.providers.protocol import (
     Capabilities,
     MachineKey,
@@ -29,7 +30,6 @@ from perilune.execution.providers.ray.host import RayHost
 from perilune.execution.providers.ray.jobs import PACKAGE, Job, Jobs
 from perilune.execution.providers.ray.ray_settings import RaySettings
 
-READY_PREFIX = "perilune-ready "  # prefix of the line in which a job describes its machines
 MAX_MACHINES = 4096  # machines of one attempt
 JOB_RETENTION_S = 24 * 3600.0  # seconds for which Ray keeps ended jobs of Perilune
 NOT_FOUND = {126, 127}  # exit codes of a shell

@@ -21,10 +21,10 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from .frames import READY_PREFIX
 from .gateway import serve
 from .machine import Machine
 
-READY_PREFIX = "perilune-ready "
 THREADS = 64  # per machine
 LIFETIME_MARGIN_S = 30.0  # seconds after its lifetime when the kernel ends this process
 NAMED = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}  # other resources keep their names
