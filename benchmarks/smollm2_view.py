@@ -83,7 +83,14 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
             for run in runs
             for stage, figures in _evaluations(run)
         ],
-        "differences": [{key: row[key] for key in ("comparison", "by seed", "conclusion")} for row in rows],
+        "differences": [
+            {
+                "comparison": row["comparison"],
+                "difference of pass@1 by seed": row["by seed"],
+                "conclusion": row["conclusion"],
+            }
+            for row in rows
+        ],
         "training": [
             _labels(run, stage)
             | {
