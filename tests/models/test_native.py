@@ -40,6 +40,12 @@ def test_products_are_accurate_and_independent_of_other_rows(
     assert torch.equal(ops.linear(strided[:, :inputs], packed), out)
 
 
+def test_has_bfloat16_agrees_with_the_flags_of_the_processor() -> None:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
+    assert ops.has_bfloat16() == ("avx512_bf16" in flags or {"amx_tile", "amx_bf16"} <= flags)
+
+
 @given(st.lists(st.floats(-90, 90, width=32), min_size=1, max_size=40))
 @settings(max_examples=50, deadline=None)
 def test_token_logprobs_agree_with_float64(values: list[float]) -> None:
