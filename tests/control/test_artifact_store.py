@@ -1,8 +1,12 @@
 """The artifact store: push sends each file once, pull checks every file and works without the home."""
 
 import json
+import os
 import shlex
+import time
+from contextlib import suppress
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -10,7 +14,7 @@ from drill_cases import Command, carry_out, drill_plan
 
 from perilune.bundle.attested import Evidence, attestation_problems
 from perilune.bundle.envelope import PUBLIC
-from perilune.control.evidence.artifact_store import URL_VARIABLE, ArtifactStore
+from perilune.control.evidence.artifact_store import BLOCK_BYTES, URL_VARIABLE, ArtifactStore
 from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError, WorkFailedError
 
@@ -43,6 +47,31 @@ def test_push_sends_each_file_once_and_pull_restores_run(
     assert perilune("artifacts", "pull", "0", "--out", str(tmp_path / "more"))[0] == 2
     monkeypatch.delenv(URL_VARIABLE)
     assert perilune("artifacts", "list")[0] == 2
+
+
+def test_ctrl_c_stops_transfers_in_progress(store: ArtifactStore, tmp_path: Path) -> None:
+    fifo, began = tmp_path / "slow", Event()
+    os.mkfifo(fifo)
+
+    def feed() -> None:
+        with suppress(BrokenPipeError), fifo.open("wb") as out:
+            for _ in range(200):
+                out.write(bytes(BLOCK_BYTES))
+                began.set()
+                time.sleep(0.02)
+
+    def work(name: str) -> int:
+        if name == "slow":
+            return store._upload(fifo, {"sha256": "0" * 64, "size": 200 * BLOCK_BYTES})
+        assert began.wait(60)
+        raise KeyboardInterrupt
+
+    feeder = Thread(target=feed)
+    feeder.start()
+    with pytest.raises(KeyboardInterrupt):
+        list(store._transfer_each(work, ["now", "slow"]))
+    assert not [path for path in (tmp_path / "share").rglob("*") if path.is_file()]
+    feeder.join()
 
 
 def test_interrupted_push_resumes_and_pull_names_damaged_file(

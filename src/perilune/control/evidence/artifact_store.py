@@ -58,6 +58,7 @@ class ArtifactStore:
         except (ImportError, ValueError) as error:
             raise RequestError(f"cannot be opened: {error}", where=url) from None
         self._root = root.rstrip("/")
+        self._has_failed = False  # a transfer failed, or Ctrl-C: the others stop
 
     @classmethod
     def open(cls, url: str | None) -> ArtifactStore:
@@ -128,8 +129,19 @@ class ArtifactStore:
         return files
 
     def _transfer_each(self, work: Callable[[str], int], files: Iterable[str]) -> Iterator[int]:
+        self._has_failed = False
         with ThreadPoolExecutor(MAX_TRANSFERS) as workers, self._store_errors():
-            yield from workers.map(work, files)
+            try:
+                yield from workers.map(work, files)
+            except BaseException:
+                self._has_failed = True
+                raise
+
+    def _read_blocks(self, source: Any) -> Iterator[bytes]:
+        while block := source.read(BLOCK_BYTES):
+            if self._has_failed:
+                raise WorkFailedError("the transfer was stopped", where=self.url)
+            yield block
 
     def _object_path(self, sha256: str) -> str:
         return f"{self._root}/sha256/{sha256[:2]}/{sha256}"
@@ -141,7 +153,7 @@ class ArtifactStore:
 
         def copy(sink: Any) -> None:
             with source.open("rb") as reader:
-                while block := reader.read(BLOCK_BYTES):
+                for block in self._read_blocks(reader):
                     sink.write(block)
 
         self._write(target, copy)
@@ -164,7 +176,7 @@ class ArtifactStore:
         destination.parent.mkdir(parents=True, exist_ok=True)
         digest, size = hashlib.sha256(), 0
         with self._fs.open(self._object_path(file["sha256"]), "rb") as source, destination.open("xb") as sink:
-            while block := source.read(BLOCK_BYTES):
+            for block in self._read_blocks(source):
                 size += len(block)
                 if size > file["size"]:
                     break
