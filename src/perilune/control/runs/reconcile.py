@@ -40,17 +40,16 @@ from perilune.control.record.store import (
     record_event,
 )
 from perilune.control.record.transitions import AttemptState, Cleanup, RunState
-from perilune.control.runs.admission import Admission
 from perilune.control.runs.current_submission import LIVE_STATES
 from perilune.control.runs.endings import CONNECTION_ERRORS, Endings, make_assignment
 from perilune.control.runs.placements import Placements
 from perilune.control.runs.planner import RetryPolicy, Situation, Step, next_step
-from perilune.control.runs.queue import retry_pause_left
+from perilune.control.runs.queue import find_position, retry_pause_left
 from perilune.control.runs.reachability import note_reachability, unreachable_seconds
 from perilune.errors import PeriluneError, WorkFailedError
 from perilune.execution.background import in_background, wait_until
 from perilune.execution.observation import Observation
-from perilune.execution.placements.protocol import Assignment, StagingCancelledError
+from perilune.execution.placements.protocol import Assignment, Placement, StagingCancelledError
 from perilune.execution.verdict import Cause, describe_error, find_cause
 
 MAX_REMOTE_LOOKS = 8  # other machines that are observed at once
@@ -69,7 +68,6 @@ class Reconciler:
         self.endings = Endings(home, store, self.placements)
         self.rentals = Rentals(fleet, self.endings.end)
         self.conditions = Conditions(store)
-        self.admission = Admission(home, store, self.placements, self.rentals)
         self._look_after: dict[str, float] = {}  # run to the time of its next look
         self._misses: dict[str, int] = {}  # run to the number of looks in a row that failed
         self._errors: dict[str, Exception] = {}  # run to the error of its last try
@@ -302,12 +300,39 @@ class Reconciler:
             return False
         if previous is not None and not self.endings.can_replace(previous):
             return False
-        turn = self.admission.queue_position(run)
+        with self.store.snapshot() as session:
+            turn = find_position(session, self.placements, run)
         if not turn.can_start:
             for other in (*turn.running, *turn.ahead):  # perhaps no other process reconciles them
                 self._reconcile(other, act=True)
             return False
-        return self.admission.admit(run)
+        placement = self.placements.get(run.id)
+        rented = self.rentals.newest_epoch(placement, run)
+        if rented is None or not self._stop_unrecorded(run, placement):
+            return False
+        return self._add_attempt(run.id, placement, max(rented, self.home.newest_attempt(run.id)))
+
+    def _stop_unrecorded(self, run: Run, placement: Placement) -> bool:
+        """Stop attempts that have files but no record, as after a restore; True once they are stopped."""
+        return all(
+            placement.stop(Assignment(run.id, number, self.home.attempt(run.id, number)))
+            for number in range(run.current_epoch + 1, self.home.newest_attempt(run.id) + 1)
+        )
+
+    def _add_attempt(self, run_id: str, placement: Placement, newest: int) -> bool:
+        """Record the next attempt, with a number above `newest`; False if the run has to wait again."""
+        with self.store.transaction() as session:
+            run = session.get_one(Run, run_id)
+            if not find_position(session, self.placements, run).can_start:  # another process was faster
+                return False
+            run.current_epoch = max(run.current_epoch, newest) + 1
+            where = {"placement": placement.name, "launcher": placement.launcher}
+            session.add(Attempt(run_id=run.id, number=run.current_epoch, created=time.time(), **where))
+            session.flush()
+            record_event(session, "attempt.planned", run_id=run.id, epoch=run.current_epoch)
+            move_run(session, run, RunState.ACTIVE)
+        kill_point("admit.committed")
+        return True
 
     def _stage(self, run: Run, attempt: Attempt) -> bool:
         with self.store.transaction() as session:
