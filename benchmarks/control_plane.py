@@ -153,9 +153,7 @@ def measure(runs: int, events: int, live: int, rounds: int) -> dict[str, Any]:
                 copy_for_attempt(bundle, destination)
                 return digest
 
-            run = submit_stage(
-                home, control.store, Submission(experiment, "stage0", "new_model", key=new_ulid()), copied
-            )
+            run = submit_stage(home, control.store, Submission(experiment, "stage0", "new_model"), copied)
             with control.store.transaction() as session:  # so that the next submission makes a new run
                 row = session.get_one(Run, run.id)
                 row.state, row.desired = "cancelled", "cancelled"

@@ -48,12 +48,9 @@ print(json.dumps({{point: os.waitstatus_to_exitcode(status) for point, status in
 """
 
 
-def submit_drill(control: Control, key: str | None = None, **spec: object) -> Run:
-    experiment = begin(control, [drill_plan()])
-    job = drill_job(**spec)
-    return submit_stage(
-        control.home, control.store, Submission(experiment, "drill", "drill", key), partial(freeze, job, {})
-    )
+def submit_drill(control: Control, **spec: object) -> Run:
+    submission = Submission(begin(control, [drill_plan()]), "drill", "drill")
+    return submit_stage(control.home, control.store, submission, partial(freeze, drill_job(**spec), {}))
 
 
 def run_directories(control: Control) -> list[str]:
@@ -69,19 +66,11 @@ def command(root: Path, *points: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", code, str(root), *points], stdout=subprocess.PIPE)
 
 
-def test_same_key_returns_same_run(control: Control) -> None:
-    first, second = (submit_drill(control, "mine") for _ in range(2))
+def test_same_bundle_returns_same_run(control: Control) -> None:
+    first, second = (submit_drill(control) for _ in range(2))
     assert first.id == second.id
     assert run_directories(control) == [first.id]
     assert verify(control.home.bundle(first.id), first.bundle_digest) == []
-
-
-def test_same_key_for_another_bundle_is_refused_without_leftovers(control: Control) -> None:
-    first = submit_drill(control, "mine")
-    with pytest.raises(RequestError, match=f"key 'mine' was used for another bundle .run {first.id}"):
-        submit_drill(control, "mine", steps=9)
-    assert run_directories(control) == [first.id]
-    assert list(control.home.temporary.iterdir()) == []
 
 
 def test_failed_freeze_leaves_no_files(control: Control, tmp_path: Path) -> None:
@@ -107,7 +96,7 @@ def test_concurrent_commands_share_one_run(tmp_path: Path) -> None:
 
 
 def test_blocked_run_blocks_no_other_run(control: Control) -> None:
-    stuck, other = submit_drill(control, "a"), submit_drill(control, "b", steps=1)
+    stuck, other = submit_drill(control), submit_drill(control, steps=1)
     (control.home.run(stuck.id) / "template.json").write_text("{")
 
     def other_ended() -> bool:

@@ -137,7 +137,7 @@ def _add_run(home: Home, session: Session, run_id: str) -> RunState:
     before = session.query(Run).filter(*same_job).order_by(Run.id).all()
     run = Run(
         id=run_id,
-        submit_key=submission.get("key") or f"{experiment.id}/{job['stage']}/{digest}/{len(before)}",
+        submit_key=f"{experiment.id}/{job['stage']}/{digest}/{len(before)}",
         experiment_id=experiment.id,
         stage=job["stage"],
         task=job["task"],

@@ -1,4 +1,8 @@
-"""Submit a stage as a run: freeze its bundle, then record the run under an idempotency key."""
+"""Submit a stage as a run: freeze its bundle, then record the run under an idempotency key.
+
+The key is made of experiment, stage, digest and number of earlier runs, so that two commands that submit the
+same stage at once get one run.
+"""
 
 import time
 from collections.abc import Callable
@@ -20,7 +24,6 @@ from perilune.control.record.store import Experiment, Run, Stage, Store, record_
 from perilune.control.record.transitions import RunState
 from perilune.control.runs.current_submission import LIVE_STATES, find_run_of_stage, open_submission
 from perilune.control.runs.templates import TEMPLATE_FILE, Template
-from perilune.errors import RequestError
 from perilune.files import fsync_directory, write_json
 
 SUBMISSION_FILE = "submission.json"  # in a run's directory; `perilune rebuild` reads it
@@ -31,8 +34,6 @@ class Submission:
     """A request to run a stage of an experiment.
 
     Attributes:
-        key: idempotency key. By default it is made of experiment, stage, digest and number of earlier runs,
-            so that two commands that submit the same stage at once get one run.
         retry_of: the run that this one retries.
         template: where and how the run executes; recorded with it. None is this machine.
         part: "first" submits the whole experiment from this stage; "later" continues the current submission;
@@ -42,7 +43,6 @@ class Submission:
     experiment_id: str
     stage: str
     task: str
-    key: str | None = None
     retry_of: str | None = None
     template: Template | None = None
     part: Literal["alone", "first", "later"] = "alone"
@@ -65,7 +65,7 @@ def submit_stage(
         is_reusable: whether the evidence of a succeeded run is still intact.
 
     Raises:
-        RequestError: the key was used for another bundle, or freezing failed.
+        RequestError: freezing failed.
         ExperimentCancelledError: the experiment was cancelled before this later stage.
     """
     with home.scratch() as scratch:
@@ -74,11 +74,7 @@ def submit_stage(
         kill_point("submit.frozen")
         run_id = new_ulid()
         attest_bundle(home, scratch, run_id)
-        origin = {
-            "experiment": submission.experiment_id,
-            "key": submission.key,
-            "retry_of": submission.retry_of,
-        }
+        origin = {"experiment": submission.experiment_id, "retry_of": submission.retry_of}
         write_json(scratch / SUBMISSION_FILE, origin)
         if submission.template is not None:
             write_json(scratch / TEMPLATE_FILE, submission.template.model_dump(mode="json"))
@@ -112,24 +108,9 @@ def _find_or_add_run(
         open_submission(session, experiment_id, submission.template)
     if submission.part == "later" and (current := find_run_of_stage(session, experiment_id, stage)):
         return current
-    run = _find_run(session, home, submission, digest, is_reusable)
+    run = find_reusable_run(session, home, digest, is_reusable)
     run = run or _add_run(session, submission, digest, run_id)
     _link_stage(session, submission, run.id)
-    return run
-
-
-def _find_run(
-    session: Session, home: Home, submission: Submission, digest: str, is_reusable: Callable[[Run], bool]
-) -> Run | None:
-    if submission.key is None:
-        return find_reusable_run(session, home, digest, is_reusable)
-    run = session.scalars(select(Run).where(Run.submit_key == submission.key)).one_or_none()
-    if run is not None and run.bundle_digest != digest:
-        raise RequestError(
-            f"the key '{submission.key}' was used for another bundle (run {run.id})",
-            where=f"stage {submission.stage}",
-            remedy="use a new key, or submit exactly the same bundle",
-        )
     return run
 
 
@@ -151,7 +132,7 @@ def _add_run(session: Session, submission: Submission, digest: str, run_id: str)
     before = list(session.scalars(select(Run).where(*same).order_by(Run.id)))
     run = Run(
         id=run_id,
-        submit_key=submission.key or f"{experiment_id}/{stage}/{digest}/{len(before)}",
+        submit_key=f"{experiment_id}/{stage}/{digest}/{len(before)}",
         experiment_id=experiment_id,
         stage=stage,
         task=submission.task,
