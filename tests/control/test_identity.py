@@ -13,7 +13,7 @@ from sqlalchemy import func, select
 
 from perilune.control.machines.lifecycle import Fleet
 from perilune.control.machines.panic import panic
-from perilune.control.machines.sweep import reconcile_all, terminate_unrecorded
+from perilune.control.machines.sweep import terminate_unrecorded
 from perilune.control.record.backup import back_up, restore
 from perilune.control.record.home import Home
 from perilune.control.record.identity import adopt, read_inherited
@@ -88,7 +88,7 @@ def test_restored_home_leaves_machines_of_original_alone_until_adoption(
     copy = drill_control(home.root)
     rent_from(home.root, cloud.folder)
     other = Fleet(copy.home, copy.store)
-    reconcile_all(other)
+    other.reconcile_all()
     assert terminate_unrecorded(other, grace=0.0) == [] and other.machines() == []
     with pytest.raises(RequestError, match="another home rented this machine"):
         other.request_termination(key, "not ours")

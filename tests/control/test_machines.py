@@ -26,7 +26,7 @@ from perilune.control.machines.budget import (
 from perilune.control.machines.lifecycle import Fleet
 from perilune.control.machines.panic import panic
 from perilune.control.machines.providers import cluster_id
-from perilune.control.machines.sweep import reconcile_all, terminate_unrecorded
+from perilune.control.machines.sweep import terminate_unrecorded
 from perilune.control.record import clock
 from perilune.control.record.clock import Instant
 from perilune.control.record.faults import KILL_AT
@@ -379,7 +379,7 @@ def test_reconcile_all_handles_every_machine(control: Control, fleet: Fleet) -> 
     deadline = time.monotonic() + 60
     while fleet.machines():
         assert time.monotonic() < deadline
-        reconcile_all(fleet)
+        fleet.reconcile_all()
         time.sleep(0.02)
     machine = fleet.machine(key)
     assert machine is not None and machine.state == GONE

@@ -136,13 +136,13 @@ def machines_reap(
     perilune machines reap
     perilune machines reap --grace 0 --wait 60
     """
-    from perilune.control.machines.sweep import reconcile_all, terminate_unrecorded
+    from perilune.control.machines.sweep import terminate_unrecorded
 
     control = open_control()
     keys = terminate_unrecorded(_fleet(control), grace)
     until = time.monotonic() + wait
     while True:
-        reconcile_all(_fleet(control))
+        _fleet(control).reconcile_all()
         going = [machine for machine in _fleet(control).machines() if machine.state == "terminating"]
         if not going or time.monotonic() >= until:
             break

@@ -83,11 +83,6 @@ class Fleet:
         with self.store.snapshot() as session:
             return list(session.scalars(query.order_by(Machine.rank)))
 
-    def waits_for_next_stage(self, machine: Machine) -> bool:
-        """Return whether the next stage of an experiment will take over a machine."""
-        with self.store.snapshot() as session:
-            return waits_for_next_stage(self.home, session, machine)
-
     def rent(
         self, session: Session, attempt: Attempt, rental: Rental, price: float, nodes: int = 1
     ) -> list[Machine]:
@@ -112,6 +107,11 @@ class Fleet:
         for machine in machines:
             _record_machine_event(session, machine, "machine.requested", offer=rental.kind, price=price)
         return machines
+
+    def reconcile_all(self) -> None:
+        """Reconcile every machine that is not proven gone."""
+        for machine in self.machines():
+            self.reconcile(machine.key)
 
     def reconcile(self, key: str) -> Machine | None:
         """Observe a machine and take the next operations; returns it as recorded then.

@@ -13,12 +13,12 @@ from sqlalchemy.orm import Session
 
 from perilune.bundle.job import Job
 from perilune.control.machines.budget import find_cap_problem, lease_seconds_left, query_price
-from perilune.control.machines.handover import is_taken_over, take_over_machines
+from perilune.control.machines.handover import is_taken_over, take_over_machines, waits_for_next_stage
 from perilune.control.machines.leases import Rental
 from perilune.control.machines.lifecycle import Fleet
 from perilune.control.machines.panic import PANIC_REASON as PANIC
 from perilune.control.machines.panic import RENTING_STOPPED, renting_is_stopped
-from perilune.control.machines.sweep import SWEEP_INTERVAL_S, reconcile_all, terminate_unrecorded
+from perilune.control.machines.sweep import SWEEP_INTERVAL_S, terminate_unrecorded
 from perilune.control.record.clock import Instant
 from perilune.control.record.faults import kill_point
 from perilune.control.record.ledger import require_current
@@ -89,47 +89,40 @@ class RentedPlacement:
 
     def pull(self, attempt: Assignment, *, whole: bool = False) -> None:
         """Implement `Placement.pull`; nothing comes from a machine that is gone or not ready."""
-        self._remaining_placement(attempt).pull(attempt, whole=whole)
+        self._combine(self._members(attempt)).pull(attempt, whole=whole)
 
     def stop(self, attempt: Assignment) -> bool:
         """Implement `Placement.stop`; nothing runs on a machine that is gone or not ready."""
-        return self._remaining_placement(attempt).stop(attempt)
+        return self._combine(self._members(attempt)).stop(attempt)
 
     def remove(self, attempt: Assignment) -> None:
         """Implement `Placement.remove` if the files or the machine stay; otherwise the machine is removed."""
-        rows = self.fleet.machines_of(attempt.run_id, attempt.epoch)
         members = self._members(attempt)
-        if any(members) and (self._keeps_files() or all(map(self.fleet.waits_for_next_stage, rows))):
+        if any(members) and (self._keeps_files() or self._are_awaited(attempt)):
             self._combine(members).remove(attempt)
+
+    def _are_awaited(self, attempt: Assignment) -> bool:
+        """Return whether the next stage of an experiment will take over the attempt's machines."""
+        rows = self.fleet.machines_of(attempt.run_id, attempt.epoch)
+        with self.fleet.store.snapshot() as session:
+            return all(waits_for_next_stage(self.fleet.home, session, row) for row in rows)
 
     def _keeps_files(self) -> bool:
         return self.fleet.providers.get(self.rental.provider).capabilities.keeps_files
 
     def _ready_placement(self, attempt: Assignment) -> Placement:
-        """Return the placement on all of the attempt's machines.
-
-        Raises:
-            HostUnreachableError: one of them is unreachable.
-        """
         members = self._members(attempt)
         if not members or None in members:
             raise HostUnreachableError(f"a machine of attempt {attempt.epoch} is not ready")
         return self._combine(members)
 
-    def _remaining_placement(self, attempt: Assignment) -> Placement:
-        """Return the placement on those machines that may hold something of the attempt."""
-        return self._combine(self._members(attempt))
-
     def _combine(self, members: list[Placement | None]) -> Placement:
+        """Return the placement on those machines that may hold something of the attempt."""
         alone = members[0] if len(members) == 1 else None
         return alone or GangPlacement(self.name, self.launcher, members)
 
     def _members(self, attempt: Assignment) -> list[Placement | None]:
-        """Return the placement on each of the attempt's machines; None where it can have nothing.
-
-        Raises:
-            HostUnreachableError: a machine that should exist has not been listed.
-        """
+        """Return the placement on each of the attempt's machines; None where it can have nothing."""
         rows = self.fleet.machines_of(attempt.run_id, attempt.epoch)
         provider = self.fleet.providers.get(self.rental.provider) if rows else None
         lasting = len(rows) == 1 and self._keeps_files()
@@ -192,7 +185,7 @@ class Rentals:
 
     def reconcile_all(self) -> None:
         """Reconcile every machine; from time to time, also look for unrecorded ones."""
-        reconcile_all(self.fleet)
+        self.fleet.reconcile_all()
         now = Instant.now()
         if self._swept is None or now.since(self._swept) >= SWEEP_INTERVAL_S:
             self._swept = now

@@ -14,12 +14,6 @@ UNRECORDED_GRACE_S = 120.0  # for which an unrecorded machine may exist
 EXPIRED_LEASE = Lease(max_lifetime=1.0, idle=1.0, max_cost=1e-9, ready_within=1.0)  # of an unrecorded machine
 
 
-def reconcile_all(fleet: Fleet) -> None:
-    """Reconcile every machine that is not proven gone."""
-    for machine in fleet.machines():
-        fleet.reconcile(machine.key)
-
-
 def terminate_unrecorded(fleet: Fleet, grace: float = UNRECORDED_GRACE_S) -> list[str]:
     """Terminate listed machines that are unrecorded or recorded as gone; returns their keys.
 
