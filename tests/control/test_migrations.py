@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import select
 
 from perilune.control.queries.lookup import find_run, latest_experiments, stage_statuses
-from perilune.control.record import migrations
+from perilune.control.record import database, migrations
 from perilune.control.record.home import Home
 from perilune.control.record.migrations import LATEST, MIGRATIONS
 from perilune.control.record.store import Event, Store, verify_events
@@ -103,7 +103,7 @@ def full(database: Path, schema: int) -> Path:
 
 
 def test_migration_stops_when_backup_copy_fails(old: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(migrations, "copy_database", full)
+    monkeypatch.setattr(database, "copy_database", full)
     with pytest.raises(RequestError, match="full"):
         Store(old)
     assert number(old.database) == 1

@@ -18,7 +18,7 @@ from sqlalchemy.exc import ArgumentError, DatabaseError
 
 from perilune.control.machines.providers import cluster_id
 from perilune.control.record.home import Home
-from perilune.control.record.migrations import LATEST, MIGRATIONS, migrate, schema_of, set_schema
+from perilune.control.record.migrations import LATEST, OLDEST, copy_database, migrate
 from perilune.errors import PeriluneError, RequestError, WorkFailedError, requires_extra
 from perilune.files import write_atomic
 
@@ -108,11 +108,11 @@ class Sqlite:
 
     def schema(self, connection: Connection) -> int:
         """Return the version of its schema, from the file's header; 0 if it has no tables yet."""
-        return schema_of(connection)
+        return int(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
 
     def set_schema(self, connection: Connection, number: int) -> None:
         """Record the version of the schema, in the caller's transaction."""
-        set_schema(connection, number)
+        connection.exec_driver_sql(f"PRAGMA user_version = {number:d}")
 
     def protect(self, connection: Connection) -> None:
         """Make the database itself refuse to change or delete events."""
@@ -123,9 +123,27 @@ class Sqlite:
             )
 
     def migrate(self, connection: Connection) -> str | None:
-        """Copy the file and migrate it, in the caller's transaction; returns the name of the copy, if any."""
-        backup = migrate(connection, self.home.database)
-        return backup.name if backup else None
+        """Copy the file and migrate it, in the caller's transaction; returns the name of the copy, if any.
+
+        The transaction holds the write lock, so only one of several commands migrates an old database.
+
+        Raises:
+            RequestError: the database is newer than this program, or the copy cannot be written.
+        """
+        schema = self.schema(connection)
+        if not OLDEST <= schema <= LATEST:
+            raise RequestError(
+                f"the state database has schema {schema};"
+                f" this version of perilune supports {OLDEST} to {LATEST}",
+                where=self.where,
+                remedy="pip install --upgrade perilune, or choose another home with PERILUNE_HOME",
+            )
+        if schema == LATEST:
+            return None
+        backup = copy_database(self.home.database, schema)
+        migrate(connection, schema)
+        self.set_schema(connection, LATEST)
+        return backup.name
 
     def find_damage(self, connection: Connection) -> str:
         """Describe what SQLite's check of all pages and indexes finds; "" if there is no damage."""
@@ -222,10 +240,9 @@ class Postgres:
 
     def migrate(self, connection: Connection) -> str | None:
         """Run the statements of each migration. Backups of the server are up to its administrator."""
-        for number in range(self.schema(connection) + 1, LATEST + 1):
-            for statement in MIGRATIONS[number]:
-                connection.exec_driver_sql(statement)
-            self.set_schema(connection, number)
+        if (schema := self.schema(connection)) < LATEST:
+            migrate(connection, schema)
+            self.set_schema(connection, LATEST)
         return None
 
     def find_damage(self, connection: Connection) -> str:

@@ -17,7 +17,6 @@ from pathlib import Path
 from sqlalchemy import Connection
 
 from perilune.bundle.storage import storage_errors
-from perilune.errors import RequestError
 from perilune.files import fsync_directory
 
 # Schema version to the statements that lead to it from the version before.
@@ -55,39 +54,11 @@ OLDEST = min(MIGRATIONS) - 1
 LATEST = max(MIGRATIONS)
 
 
-def schema_of(connection: Connection) -> int:
-    """Return the schema version of the database; 0 if it has no tables yet."""
-    return int(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
-
-
-def set_schema(connection: Connection, number: int) -> None:
-    """Record the schema version of the database, in the caller's transaction."""
-    connection.exec_driver_sql(f"PRAGMA user_version = {number:d}")
-
-
-def migrate(connection: Connection, database: Path) -> Path | None:
-    """Migrate `database` to the latest schema, in the caller's transaction; returns the copy made before.
-
-    The caller's transaction holds the write lock, so only one of several commands migrates an old database.
-
-    Raises:
-        RequestError: the database is newer than this program, or the copy cannot be written.
-    """
-    schema = schema_of(connection)
-    if not OLDEST <= schema <= LATEST:
-        raise RequestError(
-            f"the state database has schema {schema}; this version of perilune supports {OLDEST} to {LATEST}",
-            where=str(database),
-            remedy="pip install --upgrade perilune, or choose another home with PERILUNE_HOME",
-        )
-    if schema == LATEST:
-        return None
-    backup = copy_database(database, schema)
+def migrate(connection: Connection, schema: int) -> None:
+    """Run the statements that lead from a schema to the latest, in the caller's transaction."""
     for number in range(schema + 1, LATEST + 1):
         for statement in MIGRATIONS[number]:
             connection.exec_driver_sql(statement)
-    set_schema(connection, LATEST)
-    return backup
 
 
 def copy_database(database: Path, schema: int) -> Path:
