@@ -7,7 +7,6 @@ Every change of state is made in the transaction that appends its event. Assigni
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from enum import StrEnum
 from typing import Any, ClassVar
 
 from sqlalchemy import JSON, Float, ForeignKey, ForeignKeyConstraint, false, select, text
@@ -24,6 +23,7 @@ from perilune.control.record.transitions import (
     MachineState,
     Reachability,
     RunState,
+    State,
     check_transition,
 )
 from perilune.files import canonical_json, sha256_bytes
@@ -39,7 +39,7 @@ class Base(DeclarativeBase):
 class _Stateful:
     """Checks transitions, and redacts secrets in messages."""
 
-    states: ClassVar[type[StrEnum]]
+    states: ClassVar[type[State]]
 
     @validates("state")
     def _check_state(self, _: str, new: str) -> str:

@@ -9,7 +9,16 @@ from enum import StrEnum
 from typing import Any
 
 
-class RunState(StrEnum):
+class State(StrEnum):
+    """A state of a run, an attempt or a machine."""
+
+    @property
+    def is_terminal(self) -> bool:
+        """True if no state can follow."""
+        return self not in TRANSITIONS[type(self)]
+
+
+class RunState(State):
     """The outcome of a run."""
 
     QUEUED = "queued"
@@ -18,13 +27,8 @@ class RunState(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
 
-    @property
-    def is_terminal(self) -> bool:
-        """True if no state can follow."""
-        return self not in RUN_TRANSITIONS
 
-
-class AttemptState(StrEnum):
+class AttemptState(State):
     """The progress or outcome of an attempt."""
 
     PLANNED = "planned"
@@ -39,13 +43,8 @@ class AttemptState(StrEnum):
     LOST = "lost"
     CANCELLED = "cancelled"
 
-    @property
-    def is_terminal(self) -> bool:
-        """True if no state can follow."""
-        return self not in ATTEMPT_TRANSITIONS
 
-
-class MachineState(StrEnum):
+class MachineState(State):
     """Life cycle of a rented machine. Being unreachable is not a state."""
 
     REQUESTED = "requested"
@@ -72,31 +71,28 @@ class Cleanup(StrEnum):
 
 
 R, A, M = RunState, AttemptState, MachineState
+_ANY_TIME = {A.PREEMPTED, A.LOST, A.CANCELLED}  # from every live state
 
-# No state follows one without a row.
-
-RUN_TRANSITIONS: Mapping[RunState, frozenset[RunState]] = {
-    R.QUEUED: frozenset({R.ACTIVE, R.FAILED, R.CANCELLED}),
-    R.ACTIVE: frozenset({R.QUEUED, R.SUCCEEDED, R.FAILED, R.CANCELLED}),
-}
-
-_ANY_TIME = frozenset({A.PREEMPTED, A.LOST, A.CANCELLED})  # from every live state
-
-ATTEMPT_TRANSITIONS: Mapping[AttemptState, frozenset[AttemptState]] = {
-    A.PLANNED: frozenset({A.PROVISIONING, A.STAGING}) | _ANY_TIME,
-    A.PROVISIONING: frozenset({A.STAGING, A.FAILED}) | _ANY_TIME,
-    A.STAGING: frozenset({A.STARTING, A.FAILED}) | _ANY_TIME,
-    A.STARTING: frozenset({A.RUNNING, A.FINALIZING, A.FAILED}) | _ANY_TIME,
-    A.RUNNING: frozenset({A.FINALIZING, A.FAILED}) | _ANY_TIME,
-    A.FINALIZING: frozenset({A.SUCCEEDED, A.FAILED}) | _ANY_TIME,
-}
-
-MACHINE_TRANSITIONS: Mapping[MachineState, frozenset[MachineState]] = {
-    M.REQUESTED: frozenset({M.READY, M.TERMINATING, M.GONE}),
-    M.READY: frozenset({M.DRAINING, M.TERMINATING, M.GONE}),
-    M.DRAINING: frozenset({M.TERMINATING, M.GONE}),
-    M.TERMINATING: frozenset({M.GONE}),
-    M.GONE: frozenset({M.TERMINATING}),  # only if its provider lists it again
+TRANSITIONS: Mapping[type[State], Mapping[Any, set[Any]]] = {  # no state follows one without a row
+    RunState: {
+        R.QUEUED: {R.ACTIVE, R.FAILED, R.CANCELLED},
+        R.ACTIVE: {R.QUEUED, R.SUCCEEDED, R.FAILED, R.CANCELLED},
+    },
+    AttemptState: {
+        A.PLANNED: {A.PROVISIONING, A.STAGING} | _ANY_TIME,
+        A.PROVISIONING: {A.STAGING, A.FAILED} | _ANY_TIME,
+        A.STAGING: {A.STARTING, A.FAILED} | _ANY_TIME,
+        A.STARTING: {A.RUNNING, A.FINALIZING, A.FAILED} | _ANY_TIME,
+        A.RUNNING: {A.FINALIZING, A.FAILED} | _ANY_TIME,
+        A.FINALIZING: {A.SUCCEEDED, A.FAILED} | _ANY_TIME,
+    },
+    MachineState: {
+        M.REQUESTED: {M.READY, M.TERMINATING, M.GONE},
+        M.READY: {M.DRAINING, M.TERMINATING, M.GONE},
+        M.DRAINING: {M.TERMINATING, M.GONE},
+        M.TERMINATING: {M.GONE},
+        M.GONE: {M.TERMINATING},  # only if its provider lists it again
+    },
 }
 
 
@@ -104,14 +100,7 @@ class IllegalTransitionError(RuntimeError):
     """A bug in Perilune: a state cannot follow the one before it."""
 
 
-TRANSITIONS: Mapping[type[StrEnum], Mapping[Any, frozenset[Any]]] = {
-    RunState: RUN_TRANSITIONS,
-    AttemptState: ATTEMPT_TRANSITIONS,
-    MachineState: MACHINE_TRANSITIONS,
-}
-
-
-def check_transition(old: StrEnum, new: StrEnum) -> None:
+def check_transition(old: State, new: State) -> None:
     """Raise IllegalTransitionError unless the state `old` may change to `new`."""
     if new not in TRANSITIONS[type(old)].get(old, ()):
         raise IllegalTransitionError(f"{type(old).__name__}: {old} -> {new}")
