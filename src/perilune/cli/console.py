@@ -8,8 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self, TextIO
+from typing import TYPE_CHECKING, Self, TextIO
 
 from perilune.cli.output import format_for_terminal
 from perilune.cli.units import format_duration
@@ -22,29 +21,7 @@ LINE_INTERVAL_S = 5.0  # seconds between two lines about one stage without a ter
 LEADING_METRICS = ("reward", "pass_rate", "pass@1", "loss", "tokens_per_second")  # metrics that come first
 
 
-class StageProgress(Protocol):
-    """Shows the progress of the stages of a recipe."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def start(self, stage: str, note: str) -> None:
-        """Show that a stage starts; `note` names its run."""
-
-    def update(self, stage: str, done: int, total: int, unit: str, figures: Mapping[str, float]) -> None:
-        """Show that a stage has done `done` of `total` units of its work."""
-
-    def end(self, stage: str, mark: str, note: str) -> None:
-        """Show that a stage has ended: `mark` is one of "done", "reused", "failed", "cancelled"."""
-
-    def print(self, message: str) -> None:
-        """Print a message."""
-
-
-def make_stage_progress(out: TextIO | None = None) -> StageProgress:
+def make_stage_progress(out: TextIO | None = None) -> PlainLines | LiveBars:
     """Return live bars if `out` (default stderr) is a terminal, else plain lines."""
     chosen = out or sys.stderr
     return LiveBars(chosen) if chosen.isatty() else PlainLines(chosen)
@@ -83,11 +60,12 @@ class PlainLines:
         return
 
     def start(self, stage: str, note: str) -> None:
+        """Show that a stage starts; `note` names its run."""
         self._last[stage] = time.monotonic()
         self.print(f"[{stage}] started{f', {note}' if note else ''}")
 
     def update(self, stage: str, done: int, total: int, unit: str, figures: Mapping[str, float]) -> None:
-        """Write the metrics, at most every few seconds."""
+        """Show that a stage has done `done` of `total` units of its work, at most every few seconds."""
         now = time.monotonic()
         began, first = self._first.setdefault((stage, unit), (now, done))
         if now - self._last.get(stage, now) < self._interval:
@@ -99,6 +77,7 @@ class PlainLines:
         self.print(f"[{stage}] {', '.join(parts)}")
 
     def end(self, stage: str, mark: str, note: str) -> None:
+        """Show that a stage has ended: `mark` is one of "done", "reused", "failed", "cancelled"."""
         self.print(f"[{stage}] {mark}{f', {note}' if note else ''}")
 
     def print(self, message: str) -> None:

@@ -1,5 +1,6 @@
 """`perilune data generate`: records that a teacher or a model writes, scored by the environment."""
 
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -87,7 +88,8 @@ def generate(
 
             sampling = Sampling(samples, max_tokens, temperature, seed)
             generator = Sampled.open(find_checkpoint(model), section, instance, scorer, sampling)
-        view = stack.enter_context(make_stage_progress())
+        view = make_stage_progress()
+        stack.enter_context(view)
         view.start("generate", "")
 
         def show(kept: int, rejected: int) -> None:
@@ -99,15 +101,13 @@ def generate(
     _print_report({"environment": instance.id, **totals}, out, as_json)
     if totals["rows"] < (count if tasks is None else 1):
         goal = f"{count} records were kept" if tasks is None else f"{totals['tasks']} tasks gave a record"
-        raise _shortage_error(totals, goal, out / generation.REJECTED_FILE)
-
-
-def _shortage_error(totals: dict[str, Any], goal: str, rejected: Path) -> WorkFailedError:
-    return WorkFailedError(
-        f"{totals['rows']} of {goal} ({_most_frequent(totals['reasons'])})",
-        where=str(rejected),
-        remedy="lower --count, or change the environment, the teacher or its options",
-    )
+        reasons = Counter(totals["reasons"]).most_common(3)
+        worst = ", ".join(f"{number} x {reason}" for reason, number in reasons) or "no more tasks"
+        raise WorkFailedError(
+            f"{totals['rows']} of {goal} ({worst})",
+            where=str(out / generation.REJECTED_FILE),
+            remedy="lower --count, or change the environment, the teacher or its options",
+        )
 
 
 def _print_report(report: dict[str, Any], out: Path, as_json: bool) -> None:
@@ -120,8 +120,3 @@ def _print_report(report: dict[str, Any], out: Path, as_json: bool) -> None:
     for reason, number in report["reasons"].items():
         echo(f"  rejected: {reason:14} {number:,}")
     echo(f"wrote records.jsonl, rejected.jsonl and generate.json to {out}")
-
-
-def _most_frequent(reasons: dict[str, int]) -> str:
-    worst = sorted(reasons.items(), key=lambda item: -item[1])[:3]
-    return ", ".join(f"{count} x {reason}" for reason, count in worst) or "no more tasks"

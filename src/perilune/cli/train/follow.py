@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from perilune.cli.console import StageProgress, make_stage_progress
+from perilune.cli.console import LiveBars, PlainLines, make_stage_progress
 from perilune.cli.train.trackers import LAST_SECONDS, Trackers
 from perilune.cli.units import format_duration
 from perilune.control.runs import progress as events
@@ -53,18 +53,15 @@ def follow(
                 elif isinstance(event, events.StageFailed):
                     failure = explain_failure(event)
                 show_event(event, view)
-                _warn(view, trackers)
-            _warn(view, trackers, LAST_SECONDS)
+                for warning in trackers.warnings():
+                    view.print(warning)
+            for warning in trackers.warnings(LAST_SECONDS):
+                view.print(warning)
         except KeyboardInterrupt:
             if running is not None:
                 _interrupt(control, experiment, running, view)
             raise
     return failure
-
-
-def _warn(view: StageProgress, trackers: Trackers, seconds: float = 0.0) -> None:
-    for warning in trackers.warnings(seconds):
-        view.print(warning)
 
 
 def show_events(stream: Iterable[events.StageEvent]) -> events.StageEvent | None:
@@ -76,7 +73,7 @@ def show_events(stream: Iterable[events.StageEvent]) -> events.StageEvent | None
     return last
 
 
-def show_event(event: events.StageEvent, view: StageProgress) -> None:
+def show_event(event: events.StageEvent, view: PlainLines | LiveBars) -> None:
     match event:
         case events.StageStarted():
             verb = "joined" if event.attached else "run"
@@ -110,7 +107,9 @@ def interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
-def _interrupt(control: Control, experiment: str, running: events.StageStarted, view: StageProgress) -> None:
+def _interrupt(
+    control: Control, experiment: str, running: events.StageStarted, view: PlainLines | LiveBars
+) -> None:
     """Cancel the stage that this command started; leave a stage that it joined."""
     stage, run_id = running.stage, running.run_id
     if running.attached:
