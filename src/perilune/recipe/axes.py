@@ -46,11 +46,12 @@ class Axis:
         drawn = (
             math.exp(rng.uniform(math.log(low), math.log(high))) if self.is_log else rng.uniform(low, high)
         )
-        return self.format_number(drawn)
+        return self.format_value(drawn)
 
-    def format_number(self, value: float) -> str:
-        """Format a number of the range with a few significant digits."""
-        assert self.bounds is not None
+    def format_value(self, value: str | float) -> str:
+        """Format a value; a number of a range gets a few significant digits."""
+        if self.bounds is None or isinstance(value, str):
+            return str(value)
         if isinstance(self.bounds[0], int):
             return str(round(value))
         return str(min(max(float(f"{value:.{SIGNIFICANT_DIGITS}g}"), self.bounds[0]), self.bounds[1]))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from perilune.errors import RequestError
+from perilune.errors import requires_extra
 from perilune.recipe.axes import Axis, Settings
 
 MAX_PROPOSALS = 20  # proposals before the search gives up finding a new arm
@@ -26,7 +26,9 @@ def propose_arm(
     Raises:
         RequestError: Optuna is not installed.
     """
-    optuna = _import_optuna()
+    with requires_extra("search", "--search needs Optuna; --random N does not"):
+        optuna = import_module("optuna")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     space = {axis.key: _distribution(optuna, axis) for axis in axes}
     for retry in range(MAX_PROPOSALS):
         sampler = optuna.samplers.TPESampler(
@@ -37,7 +39,7 @@ def propose_arm(
             params = {axis.key: _optuna_value(axis, item) for axis, item in zip(axes, settings, strict=True)}
             study.add_trial(optuna.trial.create_trial(params=params, distributions=space, value=figure))
         params = study.ask(space).params
-        proposed = tuple(f"{axis.key}={_setting_text(axis, params[axis.key])}" for axis in axes)
+        proposed = tuple(f"{axis.key}={axis.format_value(params[axis.key])}" for axis in axes)
         if proposed not in arms:
             return proposed
     return None
@@ -58,18 +60,3 @@ def _optuna_value(axis: Axis, setting: str) -> str | int | float:
     if axis.bounds is None:
         return text
     return int(text) if isinstance(axis.bounds[0], int) else float(text)
-
-
-def _setting_text(axis: Axis, value: str | int | float) -> str:
-    return value if isinstance(value, str) else axis.format_number(value)
-
-
-def _import_optuna() -> Any:
-    try:
-        optuna = import_module("optuna")
-    except ImportError:
-        raise RequestError(
-            "--search needs Optuna", remedy="pip install 'perilune[search]', or --random N"
-        ) from None
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna
