@@ -75,27 +75,22 @@ class Home:
 
     @property
     def database(self) -> Path:
-        """The SQLite file."""
         return self.root / "state.db"
 
     @property
     def experiments(self) -> Path:
-        """One directory per experiment."""
         return self.root / "experiments"
 
     @property
     def sweeps(self) -> Path:
-        """One file per sweep."""
         return self.root / "sweeps"
 
     @property
     def runs(self) -> Path:
-        """One directory per run."""
         return self.root / "runs"
 
     @property
     def keys(self) -> Path:
-        """The controller's signing keys."""
         return self.root / "keys"
 
     @property

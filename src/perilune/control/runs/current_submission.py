@@ -79,11 +79,6 @@ def live_runs(session: Session, experiment_id: str) -> Sequence[Run]:
     return session.scalars(select(Run).where(own, Run.state.in_(LIVE_STATES)).order_by(Run.id)).all()
 
 
-def is_requested(session: Session, run: Run) -> bool:
-    """Return whether the current submission of some experiment needs this run."""
-    return bool(find_requesting(session, run.id))
-
-
 def latest_run(session: Session, experiment: Experiment) -> str | None:
     """Return the id of the run of the latest stage that has one in the current submission."""
     current = (Stage.experiment_id == experiment.id) & (Stage.submission == experiment.submission)

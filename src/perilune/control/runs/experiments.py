@@ -196,7 +196,10 @@ def advance(
     with announce_starter(control.home, experiment_id):
         for position, plan in enumerate(plans, start=1):
             part: Literal["first", "later"] = "first" if new_submission and position == 1 else "later"
-            run = _find_run_of_stage(control, experiment_id, plan) if part == "later" else None
+            run = None
+            if part == "later":
+                with control.store.snapshot() as session:
+                    run = find_run_of_stage(session, experiment_id, plan.name)
             if run is None:
                 submission = Submission(experiment_id, plan.name, plan.job.task, template=template, part=part)
                 job, inputs = resolve_inputs(control, plan, plans, done)
@@ -213,11 +216,6 @@ def advance(
                     return
             done[plan.name] = run
         complete_submission(control.store, experiment_id)
-
-
-def _find_run_of_stage(control: Control, experiment_id: str, plan: StagePlan) -> Run | None:
-    with control.store.snapshot() as session:
-        return find_run_of_stage(session, experiment_id, plan.name)
 
 
 def resolve_inputs(

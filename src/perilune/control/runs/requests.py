@@ -17,7 +17,7 @@ from perilune.control.record.transitions import Reachability, RunState
 from perilune.control.runs.current_submission import (
     end_submission,
     end_submissions_of,
-    is_requested,
+    find_requesting,
     live_runs,
 )
 from perilune.control.runs.experiments import POLL_INTERVAL_S, Control
@@ -128,7 +128,7 @@ def request_experiment_cancel(control: Control, experiment_id: str) -> list[str]
                 remedy=f"perilune runs -e {experiment_id}",
             )
         end_submission(session, experiment, "cancelled")
-        return [run.id for run in runs if not is_requested(session, run)]
+        return [run.id for run in runs if not find_requesting(session, run.id)]
 
 
 def list_shared_runs(control: Control, experiment_id: str) -> Sequence[Run]:
