@@ -4,7 +4,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from inspect import cleandoc
 from typing import Any
 
@@ -12,7 +11,7 @@ import anyio
 from mcp.server.lowlevel import Server
 from mcp.server.stdio import stdio_server
 from mcp.types import CallToolResult, TextContent, Tool, ToolAnnotations
-from pydantic import TypeAdapter, ValidationError, validate_call
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, validate_call
 
 import perilune
 from perilune.cli.agents.actions import Actor
@@ -40,30 +39,15 @@ arguments and the `part` and `offset` that stand there.
 A difference between two experiments means nothing by itself: `compare` says what the seeds show.
 `explain` says why a run failed. Commands such as `perilune runs` are for people with a shell; the tool of
 that name does the same."""
-PAGING: Mapping[str, Any] = {
-    "part": {
-        "type": "array",
-        "items": {"type": "string"},
-        "default": [],
-        "description": "Only this part of the result: keys and positions.",
-    },
-    "offset": {
-        "type": "integer",
-        "minimum": 0,
-        "default": 0,
-        "description": "Items or characters of the part to skip.",
-    },
-}
 ACTING_TOOLS = frozenset({"plan", "run", "cancel"})  # planning loads the code that a recipe names
 Call = Callable[..., dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Page:
+class Page(BaseModel):
     """The arguments that every tool takes."""
 
-    part: tuple[str, ...] = ()
-    offset: int = 0
+    part: list[str] = Field([], description="Only this part of the result: keys and positions.")
+    offset: int = Field(0, ge=0, description="Items or characters of the part to skip.")
 
 
 class Tools:
@@ -98,8 +82,7 @@ class Tools:
     def _call_tool(self, name: str, arguments: dict[str, Any]) -> str:
         if name not in self._calls:
             raise PeriluneError(f"no tool is called '{name}'", remedy=f"one of: {', '.join(self._calls)}")
-        paging = {key: arguments.pop(key) for key in PAGING if key in arguments}
-        page = TypeAdapter(Page).validate_python(paging)
+        page = Page(**{key: arguments.pop(key) for key in Page.model_fields if key in arguments})
         doubt = try_refresh(self._control)
         document = mark_untrusted(self._calls[name](**arguments))
         if doubt and not page.part:
@@ -109,7 +92,7 @@ class Tools:
     def _describe(self, name: str) -> Tool:
         call: Any = self._calls[name]
         schema = TypeAdapter(call).json_schema()
-        schema["properties"] = schema.get("properties", {}) | PAGING
+        schema["properties"] = schema.get("properties", {}) | Page.model_json_schema()["properties"]
         return Tool(
             name=name,
             description=cleandoc(call.__doc__),
