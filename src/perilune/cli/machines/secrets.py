@@ -5,10 +5,21 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import ValidationError
 
+from perilune.bundle.secret_sources import (
+    SecretSource,
+    read_sources,
+    secret_value,
+    sources_file,
+    store_in_keyring,
+    write_sources,
+)
 from perilune.cli.arguments import Json, make_command_group
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError
+
+KEYRING_SERVICE = "perilune"
 
 app = make_command_group("Configure where secrets are read from. Values are never printed or stored.")
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name in recipes: JUDGE_KEY.")]
@@ -17,8 +28,6 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name in recip
 @app.command("list", epilog="Example: perilune secrets list")
 def list_secrets(as_json: Json = False) -> None:
     """List the configured secrets and whether each has a value."""
-    from perilune.bundle.secret_sources import read_sources, secret_value, sources_file
-
     rows = []
     for name, source in sorted(read_sources().items()):
         try:
@@ -47,19 +56,14 @@ def set_secret(
             "--keyring", help="Read from the system's keyring. Stores the value, from a prompt or stdin."
         ),
     ] = False,
-    service: Annotated[str, typer.Option(help="Service name in the keyring.")] = "perilune",
     file: Annotated[Path | None, typer.Option(help="Read from a file that has only the value.")] = None,
     environment: Annotated[str | None, typer.Option(help="Read from another environment variable.")] = None,
 ) -> None:
     """Set where the value of a secret is read from."""
-    from pydantic import ValidationError
-
-    from perilune.bundle.secret_sources import SecretSource, read_sources, store_in_keyring, write_sources
-
     sources = read_sources()
     try:
         source = SecretSource(
-            keyring=service if keyring else None,
+            keyring=KEYRING_SERVICE if keyring else None,
             file=None if file is None else str(file.expanduser().absolute()),
             environment=environment,
         )
@@ -68,7 +72,7 @@ def set_secret(
     if not name.isidentifier() or not name.isascii():
         raise RequestError(f"'{name}' is not a valid name", remedy="use letters, digits and _")
     if keyring:
-        store_in_keyring(service, name, _prompt_value(name))
+        store_in_keyring(KEYRING_SERVICE, name, _prompt_value(name))
     write_sources({**sources, name: source})
     echo(f"{name}: {source}")
 
@@ -76,8 +80,6 @@ def set_secret(
 @app.command(epilog="Example: perilune secrets forget JUDGE_KEY")
 def forget(name: NameArgument) -> None:
     """Forget where a secret is read from. The value itself is not deleted."""
-    from perilune.bundle.secret_sources import read_sources, write_sources
-
     sources = read_sources()
     if name not in sources:
         raise RequestError(f"no secret '{name}' is configured", remedy="perilune secrets list")
