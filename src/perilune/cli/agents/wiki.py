@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,8 +48,6 @@ def build(
     home, folder = _open_wiki(wiki)
     built = compile_wiki(folder, folder.facts(home), overwrite=overwrite)
     if as_json:
-        from dataclasses import asdict
-
         print_json({"wiki": str(folder.root), **asdict(built)})
     else:
         _print_built(folder, built)
@@ -67,13 +66,11 @@ def lint(wiki: Folder = None, as_json: Json = False) -> None:
     perilune wiki lint
     perilune wiki lint --json
     """
-    from dataclasses import asdict
-
-    from perilune.wiki.lint import lint_wiki as check
+    from perilune.wiki.lint import lint_wiki
 
     home, folder = _open_wiki(wiki)
     pages = folder.built_pages()
-    findings = check(pages, folder.facts(home, verify=True))
+    findings = lint_wiki(pages, folder.facts(home, verify=True))
     if as_json:
         print_json(
             {"wiki": str(folder.root), "pages": len(pages), "findings": [asdict(item) for item in findings]}
@@ -185,15 +182,14 @@ def slides(
     \b
     perilune wiki slides recipes/quickstart
     """
-    from perilune.wiki.slides import render_slides as turned
+    from perilune.environments.core.registry import did_you_mean
+    from perilune.wiki.slides import render_slides
 
     folder = _open_wiki(wiki)[1]
     pages, name = folder.built_pages(), page.removesuffix(".md")
     if name not in pages:
-        from perilune.environments.core.registry import did_you_mean
-
         raise RequestError(f"there is no page '{name}'", remedy=did_you_mean(name, list(pages)))
-    write(turned(pages[name], (folder.root / name).parent))
+    write(render_slides(pages[name], (folder.root / name).parent))
 
 
 def _open_wiki(root: Path | None) -> tuple[Control, Wiki]:

@@ -12,10 +12,16 @@ import typer
 
 from perilune.cli.arguments import Json
 from perilune.cli.output import as_markup, echo, print_json
+from perilune.control.evidence.reward_grades import read_grade, store_grade
+from perilune.control.record.home import Home
+from perilune.environments.core.registry import file_fields, part_sections, scoring_sections
 from perilune.errors import RequestError, WorkFailedError
+from perilune.extensions import is_file_reference
+from perilune.files import read_regular, write_json
+from perilune.recipe.load import load_recipe
+from perilune.recipe.schema import Recipe, add_rewards
 
 if TYPE_CHECKING:
-    from perilune.recipe.schema import Recipe
     from perilune.verifiers.audit import Audit, Example
 
 EXAMPLE_CHARACTERS = 60  # characters of an example in the table
@@ -29,9 +35,6 @@ def audit_environments(
     Raises:
         RequestError: when a section is wrong, or its environment has no tasks.
     """
-    from perilune.control.evidence.reward_grades import store_grade
-    from perilune.control.record.home import Home
-    from perilune.files import write_json
     from perilune.verifiers.audit import audit_reward
 
     home = Home.open()
@@ -46,14 +49,7 @@ def audit_environments(
             audit = audit_reward(
                 section, tasks=tasks, search_budget=search, seed=seed, on_progress=print_line
             )
-            worst = audit.findings[0] if audit.findings else None
-            store_grade(
-                home,
-                section,
-                _environment_files(section),
-                audit.grade,
-                f"{worst.probe}: {worst.what}" if worst else "",
-            )
+            store_grade(home, section, _environment_files(section), audit.grade, _worst_finding(audit))
             audits.append(audit)
         except (RequestError, WorkFailedError) as error:
             if len(sections) == 1:
@@ -77,8 +73,6 @@ def load_recipe_environments(name: str, changes: Sequence[str]) -> list[dict[str
     Raises:
         RequestError: when the recipe is wrong, or has no environment.
     """
-    from perilune.recipe.load import load_recipe
-
     sections = distinct_environments(load_recipe(name, changes))
     if not sections:
         raise RequestError("the recipe has no environment, so it has no reward to audit", where=name)
@@ -87,9 +81,6 @@ def load_recipe_environments(name: str, changes: Sequence[str]) -> list[dict[str
 
 def distinct_environments(recipe: Recipe) -> list[dict[str, Any]]:
     """Return the distinct environment sections of a recipe's jobs; parts of a mixture are sections too."""
-    from perilune.environments.core.registry import scoring_sections
-    from perilune.recipe.schema import add_rewards
-
     sections: list[dict[str, Any]] = []
     for stage in recipe.stages:
         if environment := stage.environment or recipe.environment:
@@ -114,9 +105,6 @@ def print_grades(recipe: Recipe, command: str) -> None:
 
 def load_grades(recipe: Recipe) -> list[dict[str, Any]]:
     """Return the last audit of each reward of the recipe in this home; without one, its grade is None."""
-    from perilune.control.evidence.reward_grades import read_grade
-    from perilune.control.record.home import Home
-
     home = Home.open()
     return [
         {
@@ -128,8 +116,6 @@ def load_grades(recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def _environment_files(section: Mapping[str, Any]) -> list[Path]:
-    from perilune.environments.core.registry import file_fields
-
     return [Path(path) for path in file_fields(section).values()]
 
 
@@ -143,9 +129,8 @@ def replay(
     as_json: Json = False,
 ) -> None:
     """Score the example of every finding again. Exits with 1 when a verdict has changed."""
-    from perilune.files import read_regular
     from perilune.verifiers.audit import Audit
-    from perilune.verifiers.audit.audit import replay_examples as judge_again
+    from perilune.verifiers.audit.audit import replay_examples
 
     try:
         raw = json.loads(read_regular(file))
@@ -157,7 +142,7 @@ def replay(
     rows = [
         {"probe": finding.probe, "what": finding.what, "then": finding.example.verdict, "now": now}
         for audit in audits
-        for finding, now in judge_again(audit)
+        for finding, now in replay_examples(audit)
     ]
     if as_json:
         print_json(rows)
@@ -171,14 +156,7 @@ def replay(
 
 
 def _refuse_code(section: Mapping[str, Any], file: Path) -> None:
-    """Refuse to run the code of an environment that a saved audit holds.
-
-    Raises:
-        RequestError: when it holds any.
-    """
-    from perilune.environments.core.registry import part_sections
-    from perilune.extensions import is_file_reference
-
+    """Refuse to run the code of an environment that a saved audit holds."""
     for part in (section, *part_sections(section).values()):
         if is_file_reference(part.get("id")):
             raise RequestError(
@@ -219,8 +197,11 @@ def _show(audit: Audit, out: Path | None) -> None:
 def _show_grades(audits: list[Audit]) -> None:
     for audit in sorted(audits, key=lambda audit: audit.grade, reverse=True):
         name = _environment_name(audit.environment)
-        worst = f"{audit.findings[0].probe}: {audit.findings[0].what}" if audit.findings else ""
-        echo(f"{audit.grade}  {name:45} {worst}")
+        echo(f"{audit.grade}  {name:45} {_worst_finding(audit)}")
+
+
+def _worst_finding(audit: Audit) -> str:
+    return f"{audit.findings[0].probe}: {audit.findings[0].what}" if audit.findings else ""
 
 
 def _format_example(example: Example) -> str:

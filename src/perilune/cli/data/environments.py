@@ -1,7 +1,5 @@
 """`perilune environments`: list environments, show their settings and tasks, check and audit them."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping
@@ -9,9 +7,10 @@ from contextlib import redirect_stdout
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
+from pydantic import BaseModel
 
 from perilune.cli.arguments import (
     MAX_COUNTED_TASKS,
@@ -22,10 +21,21 @@ from perilune.cli.arguments import (
 )
 from perilune.cli.data.audit import audit_environments, load_recipe_environments, replay
 from perilune.cli.output import echo, print_json
+from perilune.environments import Environment, Failure, Split, Task, Transcript
+from perilune.environments.core.registry import (
+    SOURCE,
+    environment_families,
+    environment_ids,
+    environment_notes,
+    environment_spec,
+    environment_summary,
+    family_field,
+    make_environment,
+)
 from perilune.errors import RequestError, WorkFailedError
-
-if TYPE_CHECKING:
-    from perilune.environments import Environment, Split, Task, Transcript
+from perilune.extensions import is_file_reference
+from perilune.recipe.reward_files import load_reward_terms, read_source_file
+from perilune.recipe.source import parse_yaml
 
 app = make_command_group("List, show, sample, check and audit environments.")
 
@@ -50,12 +60,6 @@ def list_environments(
 ) -> None:
     """List environments; with NAME or --json, also their families and games."""
     from perilune.environments.adapters.compact import PROMPTS
-    from perilune.environments.core.registry import (
-        environment_families,
-        environment_ids,
-        environment_summary,
-        family_field,
-    )
 
     rows = []
     for identifier in environment_ids() if name is None else (name,):
@@ -99,15 +103,6 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show the fields of an environment that a recipe can set, and the settings of its family."""
-    from pydantic import BaseModel
-
-    from perilune.environments.core.registry import (
-        SOURCE,
-        environment_notes,
-        environment_spec,
-        make_environment,
-    )
-
     section = environment_section(name, settings)
     model = environment_spec(section["id"], section.get("source"))
     fields: dict[str, dict[str, Any]] = {}
@@ -170,7 +165,6 @@ def sample(
     --model, prints each prompt token by token, as the model's chat template renders it.
     """
     from perilune.cli.data.prompt_tokens import print_facts, print_tokens, recipe_source, token_document
-    from perilune.environments.core.registry import make_environment
     from perilune.models.text.template_facts import template_facts
     from perilune.models.text.tokenizer import Tokenizer
 
@@ -262,7 +256,6 @@ def audit(
     For a recipe, audits its environments with the recipe's rewards; --set then sets keys of the recipe. For
     an environment without a family, audits all families.
     """
-    from perilune.environments.core.registry import environment_families, environment_ids, family_field
     from perilune.recipe.load import bundled_recipes
 
     if name.endswith((".yaml", ".yml")) or (name in bundled_recipes() and name not in environment_ids()):
@@ -279,7 +272,6 @@ app.command(epilog="Example: perilune environments replay audit.json")(replay)
 
 
 def _row(environment: Environment, task: Task) -> dict[str, Any]:
-    from perilune.environments import Failure
     from perilune.environments.core.replay import replay_conversation
 
     stated = getattr(environment, "gold", _answer_in_data)(task)
@@ -298,15 +290,14 @@ def _row(environment: Environment, task: Task) -> dict[str, Any]:
 
 
 def _count_tasks(environment: Environment) -> dict[str, int]:
-    """Count the tasks of each split, at most `MAX_COUNTED_TASKS`."""
-    splits: tuple[Split, ...] = ("train", "heldout")
-    return {split: sum(1 for _ in islice(environment.tasks(split, 0), MAX_COUNTED_TASKS)) for split in splits}
+    return {
+        split: sum(1 for _ in islice(environment.tasks(split, 0), MAX_COUNTED_TASKS))
+        for split in get_args(Split)
+    }
 
 
 def _answer_in_data(task: Task) -> Transcript | None:
     """Return the answer that the teacher `gold` writes, of an environment without a method `gold`."""
-    from perilune.environments import Transcript
-
     answer = task.data.get("answer")
     return Transcript(answer) if isinstance(answer, str) else None
 
@@ -317,10 +308,6 @@ def environment_section(name: str, settings: list[str]) -> dict[str, Any]:
     Raises:
         RequestError: when an option is malformed.
     """
-    from perilune.environments.core.registry import SOURCE, family_field
-    from perilune.extensions import is_file_reference
-    from perilune.recipe.reward_files import read_source_file
-
     if is_file_reference(name):
         own = {"id": name, SOURCE: read_source_file(name, Path.cwd(), "environment")}
     else:
@@ -328,8 +315,6 @@ def environment_section(name: str, settings: list[str]) -> dict[str, Any]:
         own = {"id": identifier} | ({family_field(identifier): family} if family else {})
     section = parse_settings(settings, onto=own)
     if "rewards" in section:
-        from perilune.recipe.reward_files import load_reward_terms
-
         section["rewards"] = load_reward_terms(section["rewards"], Path.cwd(), "--set rewards")
     return section
 
@@ -342,8 +327,6 @@ def parse_settings(
     Raises:
         RequestError: when one is not KEY=VALUE, or its value is not YAML.
     """
-    from perilune.recipe.source import parse_yaml
-
     section = dict(onto or {})
     for setting in settings:
         key, equals, text = setting.partition("=")

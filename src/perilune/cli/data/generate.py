@@ -11,7 +11,10 @@ from perilune.cli.arguments import EnvironmentFields, Json, SplitOption, find_ch
 from perilune.cli.console import make_stage_progress
 from perilune.cli.data.environments import environment_section, parse_settings
 from perilune.cli.output import echo, print_json
+from perilune.environments.core.registry import make_environment
 from perilune.errors import RequestError, WorkFailedError
+from perilune.extensions import CodeFile, is_file_reference
+from perilune.recipe.reward_files import read_source_file
 
 if TYPE_CHECKING:
     from perilune.data.generation import Generator
@@ -66,9 +69,6 @@ def generate(
     from perilune.data import generation
     from perilune.data.generators import make_teacher
     from perilune.data.generators.collection import TeacherGenerator
-    from perilune.environments.core.registry import make_environment
-    from perilune.extensions import CodeFile, is_file_reference
-    from perilune.recipe.reward_files import read_source_file
     from perilune.verifiers import Scorer
 
     section = environment_section(environment, settings)

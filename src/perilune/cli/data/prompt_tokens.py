@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from perilune.cli.output import echo
 from perilune.errors import RequestError
+from perilune.recipe.load import load_recipe
+from perilune.recipe.schema import add_rewards
 
 if TYPE_CHECKING:
     from perilune.environments import Environment, Task
@@ -25,8 +27,6 @@ def recipe_source(name: str, changes: Sequence[str]) -> tuple[dict[str, Any], To
         RequestError: when the recipe is wrong or has no environment, or its tokenizer cannot be read.
     """
     from perilune.models.text.template_facts import recipe_tokenizer
-    from perilune.recipe.load import load_recipe
-    from perilune.recipe.schema import add_rewards
 
     recipe = load_recipe(name, changes)
     if not recipe.environment:

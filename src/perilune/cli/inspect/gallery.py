@@ -10,6 +10,7 @@ from perilune.cli.arguments import Json
 from perilune.cli.inspect.model_card import config_file
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError
+from perilune.files import read_json, write_atomic
 
 
 def gallery(
@@ -39,7 +40,6 @@ def gallery(
     perilune model gallery --out gallery.html
     perilune model gallery ./my-model --compare "Qwen3 8B" --compare my-model
     """
-    from perilune.files import read_json, write_atomic
     from perilune.models.gallery.facts import Entry, describe, shipped
     from perilune.ui.gallery import render_gallery, render_gallery_markdown
 

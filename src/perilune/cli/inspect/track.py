@@ -12,6 +12,7 @@ import typer
 from perilune.cli.arguments import Json, RunArgument, open_run
 from perilune.cli.output import echo, print_json
 from perilune.cli.train.trackers import tracker_folder
+from perilune.control.record.home import locked
 
 if TYPE_CHECKING:
     from perilune.control.record.store import Run
@@ -42,7 +43,6 @@ def track(
     perilune track rl --to tensorboard
     perilune track rl --to wandb --follow
     """
-    from perilune.control.record.home import locked
     from perilune.execution.processes import die_with_parent
     from perilune.tracking import open_sink
 

@@ -7,6 +7,7 @@ import typer
 
 from perilune.cli.arguments import Json, require_packages
 from perilune.cli.output import echo, print_json
+from perilune.control.record.home import Home
 from perilune.serve.settings import Host, Port, TokenEnv
 
 
@@ -29,7 +30,6 @@ def ui(
     perilune ui --port 0 --json
     """
     require_packages("serve", "fastapi", "uvicorn")
-    from perilune.control.record.home import Home
     from perilune.control.runs.experiments import Control
     from perilune.ui.live.server import serve_pages
 

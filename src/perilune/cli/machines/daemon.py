@@ -13,6 +13,7 @@ import typer
 from perilune.cli.arguments import Json, format_reason, open_control, summarize_run
 from perilune.cli.machines.rented import warn_about_cleanup
 from perilune.cli.output import echo, print_json
+from perilune.control.record.home import locked
 from perilune.errors import PeriluneError, RequestError
 
 if TYPE_CHECKING:
@@ -46,8 +47,6 @@ def daemon(
     \b
     perilune daemon
     """
-    from perilune.control.record.home import locked
-
     control = open_control(refresh=False)
     control.home.daemon.mkdir(exist_ok=True)
     signal.signal(signal.SIGTERM, _stop)

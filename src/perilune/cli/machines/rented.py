@@ -12,7 +12,8 @@ import typer
 from perilune.cli.arguments import Json, make_command_group, open_control
 from perilune.cli.output import as_markup, echo, make_console, print_json
 from perilune.cli.units import format_duration
-from perilune.errors import RequestError
+from perilune.control.record.home import Home
+from perilune.errors import PeriluneError, RequestError
 from perilune.plural import plural
 
 if TYPE_CHECKING:
@@ -61,8 +62,6 @@ def machines_offers(as_json: Json = False) -> None:
     perilune machines offers
     """
     from perilune.control.machines.providers import Providers
-    from perilune.control.record.home import Home
-    from perilune.errors import PeriluneError
 
     providers = Providers(Home.open())
     rows: list[dict[str, Any]] = []
@@ -246,7 +245,6 @@ def panic(
     """
     from perilune.control.machines.panic import allow_renting
     from perilune.control.machines.panic import panic as terminate_all
-    from perilune.control.record.home import Home
 
     if lift:
         lifted = allow_renting(Home.open())

@@ -7,6 +7,8 @@ import typer
 
 from perilune.cli.arguments import Json, make_command_group
 from perilune.cli.output import echo, print_json
+from perilune.control.record.home import Home
+from perilune.control.runs.templates import RentedTarget, load_template, template_names
 
 app = make_command_group("List, show and check templates, which say where and how runs execute.")
 
@@ -20,9 +22,6 @@ def list_templates(as_json: Json = False) -> None:
     \b
     perilune templates list --json
     """
-    from perilune.control.record.home import Home
-    from perilune.control.runs.templates import load_template, template_names
-
     home = Home.open()
     templates = {name: load_template(home, name) for name in template_names(home)}
     if as_json:
@@ -40,9 +39,6 @@ def show(name: Name, as_json: Json = False) -> None:
     \b
     perilune templates show local
     """
-    from perilune.control.record.home import Home
-    from perilune.control.runs.templates import load_template
-
     document = load_template(Home.open(), name).model_dump(mode="json")
     if as_json:
         print_json(document)
@@ -62,8 +58,6 @@ def validate(name: Name, as_json: Json = False) -> None:
     perilune templates validate box.yaml
     """
     from perilune.control.machines.providers import Providers
-    from perilune.control.record.home import Home
-    from perilune.control.runs.templates import RentedTarget, load_template
 
     home = Home.open()
     template = load_template(home, name)

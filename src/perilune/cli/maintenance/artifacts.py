@@ -116,10 +116,10 @@ def collect(
     \b
     perilune collect rl --out rl-artifacts
     """
-    from perilune.control.runs.requests import collect_evidence as collect_run
+    from perilune.control.runs.requests import collect_evidence
 
     control, record = open_run(run)
-    files = collect_run(control, record.id, out)
+    files = collect_evidence(control, record.id, out)
     folder = out or control.directory(record)
     if as_json:
         listed = [str(file) for file in files]

@@ -8,6 +8,7 @@ import typer
 
 from perilune.cli.arguments import Json, open_control
 from perilune.cli.output import echo, print_json
+from perilune.control.record.home import Home
 from perilune.plural import plural
 
 
@@ -47,7 +48,6 @@ def restore(
     PERILUNE_HOME=new-home perilune restore /media/disk/perilune-friday
     """
     from perilune.control.record.backup import restore as put_back
-    from perilune.control.record.home import Home
 
     home = Home.locate()
     restored = put_back(folder, home)
@@ -69,7 +69,6 @@ def rebuild(as_json: Json = False) -> None:
     \b
     perilune rebuild
     """
-    from perilune.control.record.home import Home
     from perilune.control.record.rebuild import rebuild as rebuild_database
 
     rebuilt = rebuild_database(Home.open())

@@ -11,6 +11,7 @@ import typer
 from perilune.cli.arguments import Json, open_control
 from perilune.cli.output import as_markup, echo, make_console, print_json
 from perilune.cli.units import format_size
+from perilune.control.record.home import Home
 from perilune.errors import RequestError
 from perilune.plural import plural
 
@@ -41,7 +42,6 @@ def gc(
     perilune gc --checkpoints --yes
     """
     from perilune.control.evidence.disk import disk_usage, find_removable, other_usage, remove_items
-    from perilune.control.record.home import Home
 
     if yes:
         Home.locate().release_reserve()  # disk space to record the deletion
@@ -138,7 +138,6 @@ def rm(
     perilune rm quickstart --yes
     """
     from perilune.control.queries.lookup import find_experiment
-    from perilune.control.record.home import Home
     from perilune.control.runs.removal import plan_removal, removal_bytes, remove_experiment
 
     if yes:

@@ -23,6 +23,7 @@ from perilune.cli.start.calibration import (
     machine_name,
     run_on_sums,
 )
+from perilune.control.record.home import Home
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
@@ -71,7 +72,6 @@ def calibrate(
     """
     from rich.console import Console
 
-    from perilune.control.record.home import Home
     from perilune.recipe.load import load_recipe
     from perilune.simulate.times import save_coefficients
 

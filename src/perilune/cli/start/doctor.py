@@ -11,16 +11,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from perilune.bundle.machine import describe_machine, observe_machine, usable_threads
 from perilune.cli.arguments import Json
 from perilune.cli.output import format_for_terminal, print_json
+from perilune.control.record.home import Home
 from perilune.errors import RequestError, WorkFailedError
+from perilune.execution.readiness import (
+    Finding,
+    check_containers,
+    check_home,
+    check_machine,
+    package_versions,
+)
 from perilune.plural import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from perilune.cli.start.calibration import Calibration
-    from perilune.execution.readiness import Finding
 
 MEASUREMENT_SECONDS = 10.0  # seconds to measure the sampling speed, and again to calibrate each device
 BUSY_SHARE = 0.5  # load per core from which a calibration is too slow
@@ -86,28 +94,19 @@ def doctor(
             calibrated = calibrate_home(diagnosis, seconds)
         show(diagnosis, Console())
         if calibrated:
-            Console().print(
-                f"The estimates of perilune run --plan are calibrated{_load_warning(load)}.", highlight=False
-            )
+            warning = ""
+            if load >= BUSY_SHARE * usable_threads():
+                warning = f", but other programs were running (load {load:.1f}): measure again when idle"
+            Console().print(f"The estimates of perilune run --plan are calibrated{warning}.", highlight=False)
     if not diagnosis.usable:
         raise typer.Exit(1)
-
-
-def _load_warning(load: float) -> str:
-    from perilune.bundle.machine import usable_threads
-
-    if load < BUSY_SHARE * usable_threads():
-        return ""
-    return f", but other programs were running (load {load:.1f}): measure again when the machine is idle"
 
 
 def calibrate_home(diagnosis: Diagnosis, seconds: float) -> list[Calibration]:
     """Calibrate each device for `seconds`, and save the calibrations, from which `--plan` estimates times."""
     if not seconds or not diagnosis.usable:
         return []
-    from perilune.bundle.machine import usable_threads
     from perilune.cli.start.calibration import calibrate_devices, save_calibrations
-    from perilune.control.record.home import Home
 
     gpu = ["cuda"] if any(speed.device == "cuda" for speed in diagnosis.rollouts) else []
     devices = [*map(str, sorted({1, usable_threads()})), *gpu]
@@ -123,18 +122,8 @@ def diagnose(seconds: float, say: Callable[[str], None] = lambda text: None) -> 
         WorkFailedError: when a package that the checks need is not installed.
     """
     try:
-        from perilune.bundle.machine import describe_machine, observe_machine
-        from perilune.execution.readiness import check_machine, package_versions
-
-        machine = observe_machine()
-        findings = [
-            *check_machine(machine),
-            *_home(),
-            *_containers(),
-            _confinement(),
-            _kernels(),
-            _openvino(),
-        ]
+        findings = [*check_machine(observe_machine()), *_home(), *_containers()]
+        findings += [_confinement(), _kernels(), _openvino()]
     except ModuleNotFoundError as error:
         raise WorkFailedError(
             f"the package {error.name} is not installed", remedy="pip install --force-reinstall perilune"
@@ -153,9 +142,6 @@ def diagnose(seconds: float, say: Callable[[str], None] = lambda text: None) -> 
 
 
 def _home() -> list[Finding]:
-    from perilune.control.record.home import Home
-    from perilune.execution.readiness import Finding, check_home
-
     try:
         root = Home.open().root
     except RequestError as error:
@@ -165,9 +151,7 @@ def _home() -> list[Finding]:
 
 def _containers() -> list[Finding]:
     """Check the container programs that the templates for this machine use."""
-    from perilune.control.record.home import Home
     from perilune.control.runs.templates import LOCAL_TEMPLATE, load_template, template_names
-    from perilune.execution.readiness import check_containers
 
     programs: dict[str, str] = {}  # by program: the first template that names it
     with suppress(RequestError):  # `perilune templates validate` reports invalid templates
@@ -180,7 +164,6 @@ def _containers() -> list[Finding]:
 
 
 def _confinement() -> Finding:
-    from perilune.execution.readiness import Finding
     from perilune.sandbox.landlock import landlock_version
     from perilune.sandbox.seccomp import single_process_filter
 
@@ -194,7 +177,6 @@ def _confinement() -> Finding:
 
 
 def _kernels() -> Finding:
-    from perilune.execution.readiness import Finding
     from perilune.models.native.build import native
 
     kernels = native()
@@ -206,7 +188,6 @@ def _kernels() -> Finding:
 
 def _openvino() -> Finding:
     from perilune.engine.openvino_package import list_devices
-    from perilune.execution.readiness import Finding
 
     try:
         return Finding("OpenVINO", "ok", f"devices {', '.join(list_devices())}")
@@ -218,9 +199,6 @@ def _openvino() -> Finding:
 
 def _measure(seconds: float, say: Callable[[str], None]) -> tuple[list[SamplingSpeed], list[Finding]]:
     """Sample with the tiny preset on one core, on all, and on the GPU, sharing `seconds`."""
-    from perilune.bundle.machine import usable_threads
-    from perilune.execution.readiness import Finding
-
     say("Importing torch")
     try:
         import torch
@@ -250,8 +228,6 @@ def _measure(seconds: float, say: Callable[[str], None]) -> tuple[list[SamplingS
 
 def _threads(rollouts: Sequence[SamplingSpeed]) -> Iterator[Finding]:
     """Advise a single thread if several are slower, as they are when other processes use the cores too."""
-    from perilune.execution.readiness import Finding
-
     single, *more = (speed for speed in rollouts if speed.device == "cpu")
     if more and more[0].tokens_per_second < 0.8 * single.tokens_per_second:
         ratio = single.tokens_per_second / more[0].tokens_per_second

@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from perilune.cli.output import echo, print_json, say_if_slow
+from perilune.control.record.home import Home, has_daemon
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
@@ -95,7 +96,6 @@ def parse_destination(name: str | None, changes: Sequence[str]) -> Destination:
                 "--with sets a key of a template, and no template is given", remedy="--template ID"
             )
         return Destination()
-    from perilune.control.record.home import Home
     from perilune.control.runs.templates import load_template
 
     loaded = load_template(Home.open(), name, changes)
@@ -229,8 +229,6 @@ def plan_document(
     estimated: Mapping[str, Estimate],
     ahead: Forecast,
 ) -> dict[str, Any]:
-    from dataclasses import asdict
-
     from perilune.cli.data.audit import load_grades
     from perilune.cli.train.estimate import estimate_document
     from perilune.cli.train.plan import describe_time, describe_tokenizer
@@ -357,7 +355,6 @@ def start_detached(
     The daemon of the home continues the experiment. Without a daemon, or if trackers must be fed meanwhile, a
     background process does.
     """
-    from perilune.control.record.home import has_daemon
     from perilune.control.runs.experiments import advance, open_experiment, plan_stages
     from perilune.control.runs.progress import StageStarted
 

@@ -13,6 +13,7 @@ from perilune.cli.arguments import Json
 from perilune.cli.output import echo, make_console, print_json
 from perilune.cli.units import format_duration
 from perilune.errors import RequestError
+from perilune.files import write_json
 
 if TYPE_CHECKING:
     from perilune.simulate.run import RunResult
@@ -87,8 +88,6 @@ def simulate(
     )
     document, results = simulate_recipe(load_recipe(recipe, overrides or []), options)
     if trace is not None:
-        from perilune.files import write_json
-
         write_json(trace, chrome_trace(results))
     if as_json:
         print_json(document)
