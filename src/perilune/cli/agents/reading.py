@@ -172,7 +172,9 @@ class Reader:
         files = {path.stem: path for path in [*attempt.episode_files, attempt.greedy_file] if path}
         if not files or (set_name and set_name not in files):
             what = f"run {run} has no episodes" + (f" called '{set_name}'" if files else "")
-            raise RequestError(what, remedy=f"one of: {_span(list(files))}" if files else "perilune runs")
+            names = list(files)
+            listed = ", ".join(names) if len(names) <= 6 else f"{names[0]} to {names[-1]}"
+            raise RequestError(what, remedy=f"one of: {listed}" if files else "perilune runs")
         if not set_name and not where:
             return {**identity, "sets": list(files)}
         read = 0
@@ -340,7 +342,3 @@ def _extent(steps: Sequence[Any], values: Sequence[Any]) -> dict[str, Any]:
         "lowest": {"value": low[0], "step": low[1]},
         "highest": {"value": high[0], "step": high[1]},
     }
-
-
-def _span(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= 6 else f"{names[0]} to {names[-1]}"

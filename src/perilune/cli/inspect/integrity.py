@@ -31,9 +31,13 @@ def verify(
     perilune verify rl
     perilune verify ./rl-export --key sender.pub
     """
+    from perilune.bundle.attested import Evidence, attestation_problems
+    from perilune.bundle.envelope import PUBLIC
+
     folder = Path(target) if target is not None else None
     if folder is not None and (folder / "attestations").is_dir():
-        problems = _verify_folder(folder, key)
+        evidence = Evidence.from_export(folder, key or folder / PUBLIC)
+        problems = {str(folder): list(attestation_problems(evidence))}
     elif key is not None:
         raise RequestError(
             "--key applies to exported folders; runs are checked with the key of this home",
@@ -48,26 +52,12 @@ def verify(
         for name, differences in broken.items():
             for problem in differences:
                 echo(f"{name}: {problem}")
-        echo(
-            f"{len(problems) - len(broken)} of {len(problems)} verified"
-            if broken
-            else _all_verified(problems)
-        )
+        first, *runs = problems
+        counted = runs if len(runs) < 2 else [plural(len(runs), "ended run")]
+        all_verified = f"verified: {' and '.join([first, *counted])}"
+        echo(f"{len(problems) - len(broken)} of {len(problems)} verified" if broken else all_verified)
     if broken:
         raise typer.Exit(1)
-
-
-def _all_verified(problems: dict[str, list[str]]) -> str:
-    first, *runs = problems
-    counted = runs if len(runs) < 2 else [plural(len(runs), "ended run")]
-    return f"verified: {' and '.join([first, *counted])}"
-
-
-def _verify_folder(folder: Path, key: Path | None) -> dict[str, list[str]]:
-    from perilune.bundle.attested import Evidence, attestation_problems
-    from perilune.bundle.envelope import PUBLIC
-
-    return {str(folder): list(attestation_problems(Evidence.from_export(folder, key or folder / PUBLIC)))}
 
 
 def _verify_home(reference: str | None) -> dict[str, list[str]]:

@@ -121,7 +121,7 @@ def _origin(stage: StageView, attempt: Attempt, recorded: RecordedEpisodes) -> O
         positions=read_json(folder / "config.json").get("max_position_embeddings"),
         tokenizer=digest,
         checkpoint=next((item.digest for item in job.inputs if item.name in ("checkpoint", "model")), None),
-        system=_system_prompt(job),
+        system=system if isinstance(system := job.spec.get("system"), str) else "",
         options=job.spec.get("sampling") or {},
     )
 
@@ -132,8 +132,3 @@ def _model_folder(job: Job, attempt: Attempt) -> Path | None:
     inputs = [attempt.root / item.path for item in job.inputs if item.name in ("checkpoint", "model")]
     folders = [path for path in (*inputs, *attempt.model_folders) if (path / "tokenizer.json").is_file()]
     return folders[0] if folders else None
-
-
-def _system_prompt(job: Job) -> str:
-    system = job.spec.get("system")
-    return system if isinstance(system, str) else ""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from perilune.control.runs.experiments import Control
 
 COLUMNS = ("experiment", "stage", "state", "try", "progress", "left", "metrics", "time", "run")  # of `top`
+BAR_WIDTH = 12  # characters
 
 
 def print_runs(statuses: Sequence[StageStatus]) -> None:
@@ -71,7 +72,9 @@ class LiveStage:
         """Return the texts of `COLUMNS`."""
         status, progress, left, metrics = self.status, "", "", ""
         if status.state == "active" and self.progress is not None and self.share is not None:
-            progress = f"{_bar(self.share)} {self.progress['done']:,}/{self.progress['total']:,}"
+            full = round(self.share * BAR_WIDTH)
+            bar = "━" * full + "─" * (BAR_WIDTH - full)
+            progress = f"{bar} {self.progress['done']:,}/{self.progress['total']:,}"
             if self.seconds and 0 < self.share < 1:
                 left = format_duration(self.seconds / self.share - self.seconds)
             metrics = " ".join(f"{name} {value:.3g}" for name, value in self.progress["figures"].items())
@@ -180,8 +183,3 @@ def format_interval(value: Mapping[str, float]) -> str:
 
 def _format_time(seconds: float | None) -> str:
     return "" if seconds is None else format_duration(seconds)
-
-
-def _bar(share: float, width: int = 12) -> str:
-    full = round(share * width)
-    return "━" * full + "─" * (width - full)

@@ -94,8 +94,10 @@ def show(run: RunArgument, as_json: Json = False) -> None:
         return
     echo(f"run {document['id']}: stage {document['stage']} of {document['experiment']}")
     echo(f"  state      {document['state']}{format_reason(document)}")
-    for line in _health_lines(document["health"]):
-        echo(wrap_text(f"  {line}", indent=13))
+    health = document["health"]
+    echo(wrap_text(f"  health     {health['line']}", indent=13))
+    for finding in health["findings"][:1]:
+        echo(wrap_text(f"             {finding['remedy']}", indent=13))
     for condition in document["conditions"]:
         echo(f"  error      {condition['about']}: {condition['message']}")
     for attempt in document["attempts"]:
@@ -140,12 +142,6 @@ def show_document(control: Control, run: str) -> dict[str, Any]:
     return document | {"settings": settings, "checkpoints": checkpoints, "health": health.document()}
 
 
-def _health_lines(health: Mapping[str, Any]) -> list[str]:
-    """Return the verdict, and the remedy of the first finding."""
-    remedies = (finding["remedy"] for finding in health["findings"][:1])
-    return [f"health     {health['line']}", *(f"           {remedy}" for remedy in remedies)]
-
-
 def _summary_lines(summary: Mapping[str, Any]) -> dict[str, str]:
     """Return the values of a summary that fit on a line: numbers, texts, and measures with their interval."""
     lines = {}
@@ -177,10 +173,10 @@ def logs(
     \b
     perilune logs rl -f
     """
-    from perilune.control.runs.requests import stream_log as log_text
+    from perilune.control.runs.requests import stream_log
 
     control, record = open_run(run)
-    text = log_text(control, record.id, follow=follow)
+    text = stream_log(control, record.id, follow=follow)
     if as_json:
         print_json({"run": record.id, "stage": record.stage, "lines": "".join(text).splitlines()})
         return

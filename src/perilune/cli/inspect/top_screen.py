@@ -96,7 +96,11 @@ class Screen(App[None]):
             table.clear()
             for row in stages:
                 table.add_row(*self._cells(row), key=f"{row.status.experiment_id}/{row.status.name}")
-            positions = [index for index, row in enumerate(stages) if self._under_cursor(row, before)]
+            positions = [
+                index
+                for index, row in enumerate(stages)
+                if (row.status.run_id == before.status.run_id if before else row.status.state == "active")
+            ]
             table.move_cursor(row=positions[0] if positions else 0)
         else:
             for index, row in enumerate(stages):
@@ -104,11 +108,6 @@ class Screen(App[None]):
                     table.update_cell_at(Coordinate(index, column), cell, update_width=True)
         self._rows = stages
         self._show_details()
-
-    @staticmethod
-    def _under_cursor(row: LiveStage, before: LiveStage | None) -> bool:
-        """Return whether the cursor goes to `row`: the run selected before, at first an active run."""
-        return row.status.state == "active" if before is None else row.status.run_id == before.status.run_id
 
     def _cells(self, row: LiveStage) -> list[Text]:
         cells = [Text(escape_control(cell)) for cell in row.cells()]

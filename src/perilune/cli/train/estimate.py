@@ -162,7 +162,11 @@ def _estimate_stage(
     works = [count_work(job, lengths, live=live, rows=expected.rows) for lengths, live in ends]
     if start is None or None in works:
         return None
-    low, high = (start + _sum_seconds(work, times) for work in works if work is not None)
+    low, high = (
+        start + sum(amount * times[name] for name, amount in work.items())
+        for work in works
+        if work is not None
+    )
     seconds = high if expected.at_most else (low + high) / 2
     memory = _estimate_memory(job, expected, overhead.memory.get(OVERHEAD_OF.get(job.task, job.task), 0))
     return Estimate(seconds, low, high, memory, expected.basis, expected.at_most)
@@ -175,8 +179,7 @@ def _sum_seconds(work: Work, times: Mapping[str, float]) -> float:
 def _estimate_memory(job: Job, expected: ExpectedLengths, process: int) -> int | None:
     """Return the peak with the expected lengths. The plan of the stage has room for the longest ones.
 
-    Args:
-        process: bytes of a process of this kind with little work, as measured; 0 if it was not.
+    `process` is the measured size of a process of this kind with little work, or 0.
     """
     from perilune.models.memory import PROCESS_BYTES, MemoryPlan, cache_bytes
     from perilune.tasks.stage.memory_plan import StageMemory, model_config

@@ -74,11 +74,7 @@ def derive_plans(
 
 
 def _try_reward_functions(recipe: Recipe) -> None:
-    """Load the recipe's reward functions as a run does, in a confined process, and score one answer.
-
-    Raises:
-        RequestError: when a function cannot be loaded, or cannot be called with the columns of a task.
-    """
+    """Load the recipe's reward functions as a run does, in a confined process, and score one answer."""
     from perilune.cli.data.audit import distinct_environments
     from perilune.environments.core.registry import REWARDS
     from perilune.environments.core.rewards import CALL_ERROR_PREFIX
@@ -175,7 +171,10 @@ def print_forecast(forecast: Forecast, out: TextIO) -> None:
         )
     facts += [("stages", line) for stage in forecast.stages for line in _stage(stage)]
     facts += [("cost", line) for line in (_cost(forecast.cost) if forecast.cost else ())]
-    facts += [("secrets", _secret(name, problem)) for name, problem in forecast.secrets.items()]
+    facts += [
+        ("secrets", f"{name}: {problem}; perilune secrets set {name}" if problem else f"{name} is set")
+        for name, problem in forecast.secrets.items()
+    ]
     facts.append(("retries", _retries(forecast.retry)))
     facts += [("limits", line) for line in _limits(forecast.limits)]
     facts += [("brings", BRING_LABELS[forecast.bring])] if forecast.bring else []
@@ -213,18 +212,10 @@ def _cost(cost: CostForecast) -> list[str]:
     return [*lines, *([cost.problem] if cost.problem else [])]
 
 
-def _secret(name: str, problem: str) -> str:
-    return f"{name}: {problem}; perilune secrets set {name}" if problem else f"{name} is set"
-
-
 def _retries(retry: Mapping[str, Any]) -> str:
-    kinds = (
-        ("infrastructure", "machine failures"),
-        ("lost", "lost workers"),
-        ("user", "task failures"),
-    )
     return (
-        ", ".join(f"{retry[kind]} for {failures}" for kind, failures in kinds) + "; no limit for preemptions"
+        f"{retry['infrastructure']} for machine failures, {retry['lost']} for lost workers,"
+        f" {retry['user']} for task failures; no limit for preemptions"
     )
 
 

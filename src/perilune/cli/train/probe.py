@@ -1,10 +1,8 @@
 """`perilune probe`: find the environments that a checkpoint can learn from by reinforcement learning."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -17,13 +15,11 @@ from perilune.cli.arguments import (
 )
 from perilune.cli.data.environments import environment_section
 from perilune.cli.output import as_markup, echo, interval_markup, make_console, make_table, print_json
+from perilune.cli.train.evaluate import run_evaluation
 from perilune.cli.train.run import JsonOption
+from perilune.environments.core.registry import environment_families
 from perilune.errors import PeriluneError, WorkFailedError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from perilune.metrics.learnability import Learnability
+from perilune.metrics.learnability import Learnability, assess_learnability
 
 
 def probe(
@@ -63,7 +59,9 @@ def probe(
     names = [name for environment in environments for name in _expand_families(environment)]
     for name in dict.fromkeys(names):
         try:
-            results.append(_evaluate(folder, environment_section(name, settings), fields, seed, checkpoint))
+            section = environment_section(name, settings)
+            status = run_evaluation(folder, section, fields, seed, checkpoint)
+            results.append((assess_learnability(status.summary), status.run_id))
         except PeriluneError as error:
             failures[name] = error
             echo(f"{name}: {error}", err=True)
@@ -83,25 +81,8 @@ def probe(
 
 def _expand_families(name: str) -> Iterator[str]:
     """Yield the environment itself, or all its families if it has families and none is named."""
-    from perilune.environments.core.registry import environment_families
-
     families = () if "/" in name else environment_families(name)
     yield from (f"{name}/{family}" for family in families) if families else (name,)
-
-
-def _evaluate(
-    folder: Path, section: dict[str, Any], fields: Mapping[str, Any], seed: int, checkpoint: str
-) -> tuple[Learnability, str]:
-    """Run one evaluation, or reuse it; returns its assessment, and the id of its run.
-
-    Raises:
-        PeriluneError: when the environment is wrong, or the evaluation fails.
-    """
-    from perilune.cli.train.evaluate import run_evaluation
-    from perilune.metrics.learnability import assess_learnability
-
-    status = run_evaluation(folder, section, fields, seed, checkpoint)
-    return assess_learnability(status.summary), str(status.run_id)
 
 
 def _document(

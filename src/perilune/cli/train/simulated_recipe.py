@@ -40,11 +40,7 @@ if TYPE_CHECKING:
     from perilune.recipe.schema import Recipe, Stage
 
 ASSUMED_LIVE_SHARE = 0.8  # share of groups with a gradient, without any information
-
-
-DEFAULT_REWARDS = {
-    VERIFIER_TERM: 1.0
-}  # a `rewards` section that changes nothing, so there is no gold score to watch
+DEFAULT_REWARDS = {VERIFIER_TERM: 1.0}  # `rewards` that change nothing, so there is no gold score to watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +77,8 @@ def simulate_recipe(recipe: Recipe, options: Options) -> tuple[dict[str, Any], l
     simulator = _Simulator(recipe, options, recipe_tokenizer(recipe.model.model_dump()))
     rows, results = [], []
     for stage in stages:
-        for setting in options.settings or (_recipe_staleness(build_job(recipe, stage)),):
+        own = RLSpec.model_validate(build_job(recipe, stage).spec).asynchronous
+        for setting in options.settings or (own.staleness if own else None,):
             row, result = simulator.stage(stage, setting)
             rows.append(row)
             results.append((f"{stage.name}, {row['setting']}", result))
@@ -89,11 +86,6 @@ def simulate_recipe(recipe: Recipe, options: Options) -> tuple[dict[str, Any], l
     notes = [f"not simulated: {', '.join(others)}. perilune run --plan estimates them"] if others else []
     document = {"recipe": recipe.name, "seed": options.seed, "machines": simulator.where, "stages": rows}
     return document | {"notes": [*simulator.notes, *notes]}, results
-
-
-def _recipe_staleness(job: Job) -> int | None:
-    asynchronous = RLSpec.model_validate(job.spec).asynchronous
-    return None if asynchronous is None else asynchronous.staleness
 
 
 class _Simulator:
@@ -155,11 +147,9 @@ class _Simulator:
             evaluations=tuple(evaluated.steps(spec.steps)) if evaluated else (),
             evaluated=(evaluated.tasks, evaluated.samples) if evaluated else (0, 0),
         )
-        return self._local_times(plan) if self.options.machines is None else self._remote_times(plan, lengths)
-
-    def _local_times(self, plan: RunPlan) -> tuple[RunTimes, RunPlan]:
-        """Return the times on this machine, where all processes share the processors."""
-        assert self.calibrated is not None
+        if self.calibrated is None:
+            return self._remote_times(plan, lengths)
+        # All processes share the processors of this machine.
         cores = max(1, usable_threads() // (self.recipe.resources.threads or usable_threads()))
         return self.calibrated.times, replace(plan, cores=cores)
 
