@@ -11,7 +11,7 @@ from make_experiment import SyntheticExperiment
 from perilune.data.episode import Episode
 from perilune.data.episodes_file import read_episodes, write_episodes
 from perilune.ui.attempt import Attempt
-from perilune.ui.episodes import EpisodeSource
+from perilune.ui.episodes import EpisodeSource, list_files
 from perilune.ui.live import episode_index, search
 from perilune.ui.live.episode_index import EpisodeIndex, IndexCache
 from perilune.ui.live.search import Filters, find_attempts
@@ -41,7 +41,7 @@ def episodes(source: EpisodeSource) -> list[tuple[int, Episode]]:
 
 def last_result(source: EpisodeSource, index: EpisodeIndex | None = None, **given: Any) -> dict[str, Any]:
     """The final result of a search."""
-    *_, last = search.search(source, index or EpisodeIndex(source.attempt), Filters(rows=5000, **given))
+    *_, last = search.search(source, index or EpisodeIndex(), Filters(rows=5000, **given))
     return last
 
 
@@ -107,7 +107,7 @@ def test_sorted_search_returns_the_top_rows_of_all_episodes(
     value = values[sort.removeprefix("-")]
     sign = -1 if sort.startswith("-") else 1
     known = sorted(sign * number for _, episode in episodes if (number := value(episode)) is not None)
-    *_, result = search.search(source, EpisodeIndex(source.attempt), Filters(sort=sort, rows=20))
+    *_, result = search.search(source, EpisodeIndex(), Filters(sort=sort, rows=20))
     by_id = {episode.episode_id: episode for _, episode in episodes}
     numbers = [sign * (value(by_id[row["id"]]) or 0.0) for row in result["rows"]]
     assert numbers == pytest.approx(known[:20])
@@ -118,8 +118,8 @@ def test_search_covers_merged_files(
     source: EpisodeSource, episodes: list[tuple[int, Episode]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(episode_index, "MAX_PENDING_FILES", 2)
-    index = EpisodeIndex(source.attempt)
-    sets = list(episode_index.list_sets(source))
+    index = EpisodeIndex()
+    sets = list(list_files(source))
     for number in range(4):
         index.read(sets, number)
     assert index.read(sets, 0)[1] == 4  # the index merged four files
@@ -138,7 +138,7 @@ def test_search_reports_progress_after_each_step(
     source: EpisodeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search, "REPORT_INTERVAL_S", 0.0)
-    reports = list(search.search(source, EpisodeIndex(source.attempt), Filters(reward="right", rows=5000)))
+    reports = list(search.search(source, EpisodeIndex(), Filters(reward="right", rows=5000)))
     assert [(r["searched"], r["of"]) for r in reports] == [(step, STEPS) for step in range(1, STEPS + 1)]
     counts = [report["found"] for report in reports]
     assert counts == sorted(counts)

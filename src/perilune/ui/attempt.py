@@ -4,6 +4,8 @@ A missing file reads as empty. A damaged file reads as empty and adds a line to 
 shows.
 """
 
+import os
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +22,7 @@ from perilune.files import finite_number, read_json, read_json_lines
 T = TypeVar("T")
 Columns = dict[str, list[Any]]
 
+STEP_FILE = re.compile(r"step-(\d+)\.parquet")
 LOG_TAIL_LINES = 30
 LOG_TAIL_CHARACTERS = 6000
 
@@ -93,9 +96,26 @@ class Attempt:
         path = None if self.root is None else self.root / name
         return path is not None and path.exists() and path.stat().st_size > 0
 
+    @cached_property
+    def spec(self) -> Mapping[str, Any]:
+        """The settings of the task in job.json."""
+        spec = self.job.get("spec")
+        return spec if isinstance(spec, dict) else {}
+
+    @property
+    def episode_steps(self) -> list[int]:
+        """The steps whose episodes are there."""
+        if self.root is None:
+            return []
+        try:
+            names = os.listdir(self.root / "artifacts" / "episodes")  # noqa: PTH208 a path for each is slow
+        except OSError:
+            return []
+        return sorted(int(match[1]) for name in names if (match := STEP_FILE.fullmatch(name)))
+
     @property
     def episode_files(self) -> list[Path]:
-        return sorted((self.root / "artifacts" / "episodes").glob("step-*.parquet")) if self.root else []
+        return [self.episodes_path(step) for step in self.episode_steps]
 
     def episodes_path(self, step: int) -> Path:
         return (self.root or Path()) / "artifacts" / "episodes" / f"step-{step:06d}.parquet"

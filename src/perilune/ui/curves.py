@@ -86,13 +86,17 @@ def throughput(timing: Mapping[str, Any]) -> float | None:
     return tokens / seconds if tokens and seconds else None
 
 
+def even_places(count: int, most: int) -> list[int]:
+    """Return at most `most` evenly spaced places below `count`, with the first and the last."""
+    if count <= most:
+        return list(range(count))
+    return [round(index * (count - 1) / (most - 1)) for index in range(most)]
+
+
 def thin_columns(columns: Columns, most: int) -> Columns:
     """Return at most `most` evenly spaced rows, with the first and the last."""
-    rows = len(columns.get("step", []))
-    if rows <= most:
-        return columns
-    positions = sorted({round(index * (rows - 1) / (most - 1)) for index in range(most)})
-    return {name: [values[position] for position in positions] for name, values in columns.items()}
+    places = even_places(len(columns.get("step", [])), most)
+    return {name: [values[place] for place in places] for name, values in columns.items()}
 
 
 def round_columns(columns: Columns) -> Columns:

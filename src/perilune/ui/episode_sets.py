@@ -1,13 +1,11 @@
 """Sets of episodes that a page lists first and reads later, one at a time."""
 
 import json
-import os
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from perilune.errors import RequestError
-from perilune.ui.attempt import Attempt
+from perilune.ui.attempt import STEP_FILE
 from perilune.ui.episodes import (
     SAMPLES_LABEL,
     EpisodeFile,
@@ -21,7 +19,6 @@ from perilune.ui.episodes import (
 )
 from perilune.ui.traces import TRACE_FILES, TRACE_TASKS, sample_traces
 
-STEP_FILE = re.compile(r"step-(\d+)\.parquet")
 SET_BUDGET_CHARACTERS = 3_000_000  # characters of JSON of one set
 
 
@@ -37,28 +34,16 @@ def index_episodes(sources: Sequence[EpisodeSource]) -> EpisodeLibrary:
                 for step, (label, file) in enumerate(TRACE_FILES.items())
                 if source.attempt.has(f"artifacts/traces/{file}")
             ]
+        elif source.task == "evaluate":
+            sets = [
+                EpisodeSet(file.label, file.step, 0, 0, None, "", file.path.stem)
+                for file in list_files(source)
+            ]
         else:
-            steps = list_steps(source.attempt)
-            if source.task == "evaluate":
-                parts = ((file.label, file.step, file.path.stem) for file in list_files(source))
-                sets, steps = (
-                    [EpisodeSet(label, step, 0, 0, None, "", name) for label, step, name in parts],
-                    [],
-                )
+            steps = source.attempt.episode_steps
         if sets or steps:
             library.stages.append(StageEpisodes(source.stage, source.task, None, sets, [], steps))
     return library
-
-
-def list_steps(attempt: Attempt) -> list[int]:
-    """Return the steps whose episodes are there."""
-    if attempt.root is None:
-        return []
-    try:
-        names = os.listdir(attempt.root / "artifacts" / "episodes")  # noqa: PTH208 a path for each is slow
-    except OSError:
-        return []
-    return sorted(int(match[1]) for name in names if (match := STEP_FILE.fullmatch(name)))
 
 
 def find_source(stage: str, sources: Sequence[EpisodeSource]) -> EpisodeSource:

@@ -12,6 +12,7 @@ from typing import Any
 from perilune.data.episode import Episode
 from perilune.files import sha256_bytes
 from perilune.ui.attempt import Attempt
+from perilune.ui.curves import even_places
 from perilune.ui.embedding import embeddable_json
 from perilune.ui.pieces import Piece, Vocabulary
 from perilune.ui.spans import list_step_rewards, span_lanes
@@ -101,7 +102,8 @@ def collect_episodes(sources: Sequence[EpisodeSource], budget: int = BUDGET_CHAR
     files: list[EpisodeFile] = []
     for source in sources:
         stage_files = list(list_files(source))
-        kept = _thin_files(stage_files, _choose_step_count(stage_files, tokenizers, budget // len(sources)))
+        most = _choose_step_count(stage_files, tokenizers, budget // len(sources))
+        kept = [stage_files[place] for place in even_places(len(stage_files), most)]
         library.steps_left_out += len(stage_files) - len(kept)
         files += kept
     chosen: dict[EpisodeFile, tuple[EpisodeSet, set[str]]] = {}
@@ -131,9 +133,9 @@ def collect_episodes(sources: Sequence[EpisodeSource], budget: int = BUDGET_CHAR
 def list_files(source: EpisodeSource) -> Iterator[EpisodeFile]:
     """Yield the episode files of a stage, in order of step."""
     is_evaluation = source.task == "evaluate"
-    for path in source.attempt.episode_files:
-        step = int(path.stem.removeprefix("step-"))
-        yield EpisodeFile(source, path, SAMPLES_LABEL if is_evaluation else f"step {step}", step)
+    for step in source.attempt.episode_steps:
+        label = SAMPLES_LABEL if is_evaluation else f"step {step}"
+        yield EpisodeFile(source, source.attempt.episodes_path(step), label, step)
     if source.attempt.greedy_file is not None:
         yield EpisodeFile(source, source.attempt.greedy_file, "greedy answers", 1)
 
@@ -150,13 +152,6 @@ def _choose_step_count(files: list[EpisodeFile], tokenizers: Tokenizers, budget:
     cost = len(embeddable_json(_group_document(group, tokenizers.find(middle.source.stage, episodes))))
     most = min(MAX_STEPS, budget // cost, MAX_BYTES // middle.path.stat().st_size)
     return max(MIN_STEPS, most)
-
-
-def _thin_files(files: list[EpisodeFile], most: int) -> list[EpisodeFile]:
-    """Return at most `most` evenly spaced files, with the first and the last."""
-    if len(files) <= most:
-        return files
-    return [files[round(index * (len(files) - 1) / (most - 1))] for index in range(most)]
 
 
 def embed_groups(

@@ -6,6 +6,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from perilune.control.queries.lookup import (
     StageStatus,
     attempt_uses,
@@ -79,8 +81,6 @@ class _Recipe:
 
 @lru_cache(maxsize=64)  # a recipe never changes, and a page asks for it all the time
 def _read_recipe(path: Path) -> _Recipe:
-    import yaml
-
     document = read_json(path)
     try:
         declared = {stage["name"]: dict(stage["spec"]) for stage in document["stages"]}

@@ -37,7 +37,7 @@ def assess_stages(pairs: Sequence[tuple[StageView, Attempt]], now: float | None 
         if stage.state == "failed":
             findings = (describe_failure(attempt, stage.run_id, stage.cause), *findings)
         steps = sum(bool(line.get("step")) for line in attempt.metric_lines)
-        if findings or stage.state == "active" or "steps" in (attempt.job.get("spec") or {}):
+        if findings or stage.state == "active" or "steps" in attempt.spec:
             status = findings[0].status if findings else health.status
             verdicts.append(StageHealth(stage.name, stage.state, status, steps, findings))
     return verdicts
@@ -58,7 +58,7 @@ def assess_attempt(attempt: Attempt, *, here: bool = True, now: float | None = N
         here: whether it runs on this machine, so that its files show a missing heartbeat.
         now: seconds since the epoch.
     """
-    spec = attempt.job.get("spec") or {}
+    spec = attempt.spec
     clock = time.time() if now is None else now
     live = attempt.root is not None and not attempt.verdict and attempt.began is not None
     return assess_health(

@@ -80,9 +80,8 @@ def describe_stage(
         declared: its settings in the recipe, for a stage that has not begun.
     """
     facts = stage_facts(stage, attempt)
-    spec = attempt.job.get("spec") or declared
-    items = spec.items() if isinstance(spec, dict) else ()
-    read = {field: str(value) for field, value in items if isinstance(value, str) and value in names}
+    spec = attempt.spec or declared
+    read = {field: value for field, value in spec.items() if isinstance(value, str) and value in names}
     if stage.task == "collect" and "rows" in attempt.summary:
         facts.append(
             ("Traces", f"{attempt.summary['rows']:,} kept, {attempt.summary.get('rejected', 0):,} rejected")

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perilune.ui.attempt import Attempt
+from perilune.ui.curves import even_places
 from perilune.ui.embedding import embeddable_json
 from perilune.ui.episodes import EpisodeSet, StageEpisodes
 from perilune.ui.turns import ASSISTANT, shorten, shorten_messages, split_turns
@@ -21,7 +22,7 @@ def sample_traces(stage: str, attempt: Attempt) -> StageEpisodes | None:
     folder = attempt.root / "artifacts" / "traces"
     kept, refused = (attempt.rows(folder / name) for name in TRACE_FILES.values())
     sets = [
-        _trace_set(label, step, rows, _even_places(rows, most), mean)
+        _trace_set(label, step, rows, even_places(len(rows), most), mean)
         for step, (label, rows, most, mean) in enumerate(
             zip(TRACE_FILES, (kept, refused), (MAX_KEPT, MAX_REFUSED), (1.0, None), strict=True)
         )
@@ -72,9 +73,3 @@ def _trace_group(number: str, row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _strategy(row: Mapping[str, Any]) -> str:
     return str(row.get("source", "")).rpartition("/")[2]
-
-
-def _even_places(rows: Sequence[Any], most: int) -> list[int]:
-    if len(rows) <= most:
-        return list(range(len(rows)))
-    return sorted({round(index * (len(rows) - 1) / (most - 1)) for index in range(most)})

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,23 +16,13 @@ from numpy.typing import NDArray
 
 from perilune.data.episodes_file import read_columns
 from perilune.errors import RequestError
-from perilune.ui.attempt import Attempt
-from perilune.ui.episode_sets import list_steps
-from perilune.ui.episodes import EpisodeSource, list_files
+from perilune.ui.episodes import EpisodeFile, EpisodeSource
 
 COLUMNS = ["episode_id", "group_id", "task_id", "reward", "failure", "finish_reason", "metrics", "logprobs"]
 STRATEGY_PREFIX = "strategy/"  # begins the names of metrics
 UNKNOWN = np.nan
 MAX_INDEXES = 16
 MAX_PENDING_FILES = 64  # files before their outlines are joined
-
-
-class EpisodeSet(NamedTuple):
-    """A file of episodes: its label on the page, its step, and its name without suffix."""
-
-    label: str
-    step: int
-    name: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,20 +77,16 @@ class EpisodeIndex:
         strategies: number of a set of strategies.
     """
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self) -> None:
         self.tasks: dict[str, int] = {}
         self.strategies: dict[frozenset[str], int] = {}
-        self._attempt = attempt
         self._joined: Outline | None = None  # of the first files
         self._joined_count = 0  # number of these files
         self._pending: list[Outline | None] = []  # of the files after them
         self._unreadable: list[int] = []
         self._lock = Lock()  # requests come in threads
 
-    def path(self, name: str) -> Path:
-        return (self._attempt.root or Path()) / "artifacts" / "episodes" / f"{name}.parquet"
-
-    def read(self, sets: Sequence[EpisodeSet], done: int) -> tuple[Outline | None, int]:
+    def read(self, episode_files: Sequence[EpisodeFile], done: int) -> tuple[Outline | None, int]:
         """Return the next outline after `done` files, and the number of files that are done then.
 
         Joined files come together. The files stay the same at each call; new ones come at the end.
@@ -114,7 +100,8 @@ class EpisodeIndex:
                     outline = outline.at(outline.files >= done)
                 return outline, self._joined_count
             while len(self._pending) <= done - self._joined_count:
-                self._pending.append(self._read_outline(sets, self._joined_count + len(self._pending)))
+                place = self._joined_count + len(self._pending)
+                self._pending.append(self._read_outline(episode_files[place].path, place))
             return self._pending[done - self._joined_count], done + 1
 
     def unreadable(self, done: int) -> int:
@@ -127,9 +114,9 @@ class EpisodeIndex:
         self._joined_count += len(self._pending)
         self._pending = []
 
-    def _read_outline(self, sets: Sequence[EpisodeSet], place: int) -> Outline | None:
+    def _read_outline(self, path: Path, place: int) -> Outline | None:
         try:
-            table = read_columns(self.path(sets[place].name), [*COLUMNS, "loss_mask"]).combine_chunks()
+            table = read_columns(path, [*COLUMNS, "loss_mask"]).combine_chunks()
         except RequestError:
             self._unreadable.append(place)
             return None
@@ -179,7 +166,7 @@ class IndexCache:
         self._found: dict[Path | None, EpisodeIndex] = {}
 
     def of(self, source: EpisodeSource) -> EpisodeIndex:
-        index = self._found.pop(source.attempt.root, None) or EpisodeIndex(source.attempt)
+        index = self._found.pop(source.attempt.root, None) or EpisodeIndex()
         self._found[source.attempt.root] = index  # the latest is last
         while len(self._found) > MAX_INDEXES:
             self._found.pop(next(iter(self._found)), None)
@@ -196,12 +183,3 @@ def _measure_lengths(
     count = np.concatenate([[0.0], np.cumsum(sampled)])
     mean = np.diff(total[offsets]) / np.maximum(1.0, np.diff(count[offsets]))
     return np.diff(offsets).astype(np.int32), mean.astype(np.float32)
-
-
-def list_sets(source: EpisodeSource) -> Iterator[EpisodeSet]:
-    """Yield the episode files of a stage, in order of step."""
-    if source.task == "evaluate":
-        yield from (EpisodeSet(file.label, file.step, file.path.stem) for file in list_files(source))
-        return
-    for step in list_steps(source.attempt):
-        yield EpisodeSet(f"step {step}", step, f"step-{step:06d}")

@@ -9,6 +9,7 @@ from typing import Any
 from perilune.control.queries.lookup import StageStatus, count_experiments, latest_experiments, stage_statuses
 from perilune.control.runs.experiments import Control, read_progress
 from perilune.metrics.health.verdict import SEVERITY_ORDER
+from perilune.ui.curves import even_places
 from perilune.ui.experiment import view_stage
 from perilune.ui.live.followed import StageFollower
 from perilune.ui.overview import worst_state
@@ -96,12 +97,7 @@ def _sparkline(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     for name in SPARKLINE_METRICS:
         points = [(row.get("step"), row.get(name)) for row in rows if row.get(name) is not None]
         if len(points) > 1:
-            kept = sorted(
-                {
-                    round(index * (len(points) - 1) / (SPARKLINE_POINTS - 1))
-                    for index in range(SPARKLINE_POINTS)
-                }
-            )
-            step, value = zip(*(points[index] for index in kept), strict=True)
+            kept = even_places(len(points), SPARKLINE_POINTS)
+            step, value = zip(*(points[place] for place in kept), strict=True)
             return {"name": name, "step": step, "value": value}
     return None

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 
 from perilune.data.episodes_file import read_columns
-from perilune.ui.episodes import RIGHT_REWARD, EpisodeSource
-from perilune.ui.live.episode_index import EpisodeIndex, EpisodeSet, Outline, list_sets
+from perilune.ui.episodes import RIGHT_REWARD, EpisodeFile, EpisodeSource, list_files
+from perilune.ui.live.episode_index import EpisodeIndex, Outline
 from perilune.ui.turns import ASSISTANT, shorten
 
 REPORT_INTERVAL_S = 0.3  # seconds
@@ -47,7 +47,7 @@ def search(source: EpisodeSource, index: EpisodeIndex, filters: Filters) -> Iter
         The first `rows` of the list, the number of episodes `found`, and the numbers of files `searched` so
         far, `of` all, and `unreadable`. The last has searched all.
     """
-    sets = list(list_sets(source))
+    sets = list(list_files(source))
     found: list[Outline] = []
     known: dict[tuple[int, int], dict[str, Any]] = {}
     clock = _ReportTimer()
@@ -61,7 +61,7 @@ def search(source: EpisodeSource, index: EpisodeIndex, filters: Filters) -> Iter
 
 
 def _match_parts(
-    sets: Sequence[EpisodeSet], index: EpisodeIndex, filters: Filters
+    sets: Sequence[EpisodeFile], index: EpisodeIndex, filters: Filters
 ) -> Iterator[tuple[Outline | None, int]]:
     """Yield the matching episodes, part by part, and the number of files searched."""
     words = filters.q.split()
@@ -79,7 +79,7 @@ def _match_parts(
             part = None
             if start < end:
                 episodes = outline.at(np.arange(start, end))
-                part = episodes.at(_match_words(index.path(sets[position].name), words)[episodes.rows])
+                part = episodes.at(_match_words(sets[position].path, words)[episodes.rows])
             yield part, position + 1
     if not sets:
         yield None, 0
@@ -92,7 +92,7 @@ def find_attempts(task: str, sources: Sequence[EpisodeSource], index_of: Index) 
         `attempts`, the new ones, one for each step with the task, and the numbers of files `searched` so far
         and `of` all. The last has searched all.
     """
-    listed = [(source, index_of(source), list(list_sets(source))) for source in sources]
+    listed = [(source, index_of(source), list(list_files(source))) for source in sources]
     total = sum(len(sets) for *_, sets in listed)
     searched = 0
     attempts: list[dict[str, Any]] = []
@@ -113,7 +113,7 @@ def find_attempts(task: str, sources: Sequence[EpisodeSource], index_of: Index) 
         yield {"attempts": [], "searched": 0, "of": 0}
 
 
-def _group_attempts(stage: str, sets: Sequence[EpisodeSet], found: Outline) -> Iterator[dict[str, Any]]:
+def _group_attempts(stage: str, sets: Sequence[EpisodeFile], found: Outline) -> Iterator[dict[str, Any]]:
     """Yield one entry for each step."""
     members = zip(found.files.tolist(), found.ids.to_pylist(), found.reward.tolist(), strict=True)
     for number, group in groupby(members, key=lambda member: member[0]):
@@ -208,7 +208,7 @@ def _sort_found(found: Sequence[Outline], filters: Filters) -> Outline | None:
 
 
 def _list_rows(
-    sets: Sequence[EpisodeSet],
+    sets: Sequence[EpisodeFile],
     index: EpisodeIndex,
     chosen: Outline | None,
     known: dict[tuple[int, int], dict[str, Any]],
@@ -225,10 +225,10 @@ def _list_rows(
 
 
 def _read_rows(
-    one: EpisodeSet, index: EpisodeIndex, chosen: Outline, wanted: Sequence[int]
+    one: EpisodeFile, index: EpisodeIndex, chosen: Outline, wanted: Sequence[int]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     strategies = {number: sorted(names) for names, number in list(index.strategies.items())}
-    texts = read_columns(index.path(one.name), TEXT_COLUMNS).take(chosen.rows[list(wanted)]).to_pylist()
+    texts = read_columns(one.path, TEXT_COLUMNS).take(chosen.rows[list(wanted)]).to_pylist()
     for i, text in zip(wanted, texts, strict=True):
         opening = [message["content"] for message in _opening(text["messages"])]
         yield (

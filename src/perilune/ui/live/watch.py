@@ -4,12 +4,10 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from perilune.control.runs.experiments import read_progress
 from perilune.ui.curves import throughput
-from perilune.ui.episode_sets import list_steps
 from perilune.ui.live.followed import FOLLOWED_FILES, StageFollower
 from perilune.ui.report import to_plain
 from perilune.ui.view import ExperimentView
@@ -34,7 +32,11 @@ class Event:
 
 def file_offsets(view: ExperimentView) -> Offsets:
     """Return the sizes of the files now. What is appended later comes as an event."""
-    return {run.name: [_file_size(path) for path in _followed_paths(run.attempt_dir)] for run in view.stages}
+    sizes = {}
+    for stage in view.stages:
+        paths = [stage.attempt_dir / name for name in FOLLOWED_FILES] if stage.attempt_dir else []
+        sizes[stage.name] = [path.stat().st_size if path.exists() else 0 for path in paths]
+    return sizes
 
 
 class Watch:
@@ -72,14 +74,14 @@ class Watch:
                 yield Event("changed", {}, self._offsets)
             self._shape = shape
             followers = [StageFollower(stage, self._offsets.get(stage.name, (0, 0))) for stage in view.stages]
-            self._stages = [(follower, set(list_steps(follower.attempt))) for follower in followers]
+            self._stages = [(follower, set(follower.attempt.episode_steps)) for follower in followers]
 
     def _read_new_lines(self, stage: StageFollower, episodes: set[int]) -> Iterator[Event]:
         metrics, timings = stage.grow()
         self._offsets[stage.view.name] = stage.offsets
         if not metrics and not timings:
             return
-        new = sorted(set(list_steps(stage.attempt)) - episodes)
+        new = sorted(set(stage.attempt.episode_steps) - episodes)
         episodes.update(new)
         timings = [row | {"tokens_per_second": throughput(row)} for row in timings]
         steps = {"stage": stage.view.name, "metrics": metrics, "timings": timings, "episodes": new}
@@ -94,11 +96,3 @@ class Watch:
         ]
         health = [verdict for stage, _ in self._stages for verdict in stage.health(now)]
         return {"health": to_plain(health), "progress": to_plain(progress)}
-
-
-def _followed_paths(root: Path | None) -> list[Path]:
-    return [] if root is None else [root / name for name in FOLLOWED_FILES]
-
-
-def _file_size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
