@@ -66,6 +66,13 @@ CheckpointArgument = Annotated[
         show_default=False,
     ),
 ]
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a bundled recipe.")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the recipe: rl.steps=10. Repeatable."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 EnvironmentFields = Annotated[
     list[str],

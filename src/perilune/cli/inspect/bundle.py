@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from perilune.cli.arguments import Json, complete_run_names, find_bundle, make_command_group
+from perilune.cli.arguments import Json, SetOption, complete_run_names, find_bundle, make_command_group
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError
 from perilune.plural import plural
@@ -92,9 +92,7 @@ def freeze(
             "--input", metavar="FIELD=PATH", help="The output of an earlier stage that FIELD consumes."
         ),
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the recipe.")
-    ] = None,
+    set_: SetOption = None,
     as_json: Json = False,
 ) -> None:
     """Freeze one stage of a recipe into a bundle, which `perilune worker` runs."""
@@ -105,7 +103,7 @@ def freeze(
     from perilune.recipe.schema import MODEL, build_job
     from perilune.recipe.staging import stage_files
 
-    loaded = load_recipe(recipe, overrides or [])
+    loaded = load_recipe(recipe, set_ or ())
     try:
         chosen = loaded.stage(stage)
     except KeyError:

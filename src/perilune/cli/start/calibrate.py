@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perilune.cli.arguments import Json
+from perilune.cli.arguments import Json, RecipeArgument, SetOption
 from perilune.cli.output import echo, print_json
 from perilune.cli.start.calibration import (
     ENVIRONMENT,
@@ -54,10 +54,8 @@ STOP = {TURNS: {"stop": [*string.ascii_letters, *string.digits]}}
 
 
 def calibrate(
-    recipe: Annotated[str, typer.Argument(help="Recipe whose model is measured: a file or a bundled name.")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field, as in run.")
-    ] = None,
+    recipe: RecipeArgument,
+    set_: SetOption = None,
     seconds: Annotated[float, typer.Option(min=1, help="Time to measure the engine.")] = ENGINE_SECONDS,
     as_json: Json = False,
 ) -> None:
@@ -75,7 +73,7 @@ def calibrate(
     from perilune.recipe.load import load_recipe
     from perilune.simulate.times import save_coefficients
 
-    loaded = load_recipe(recipe, overrides or [])
+    loaded = load_recipe(recipe, set_ or ())
     with Console(stderr=True).status("Calibrating") as status:
         calibrated = measure_times(loaded, seconds, status.update)
     save_coefficients(Home.open().root, calibrated)

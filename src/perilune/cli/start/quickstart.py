@@ -1,9 +1,10 @@
 """`perilune quickstart`: run the bundled recipe quickstart."""
 
-from perilune.cli.train.run import JsonOption, SeedOption, SetOption, overrides, run_recipe
+from perilune.cli.arguments import Json, SetOption
+from perilune.cli.train.run import SeedOption, overrides, run_recipe
 
 
-def quickstart(set_: SetOption = None, seed: SeedOption = None, as_json: JsonOption = False) -> None:
+def quickstart(set_: SetOption = None, seed: SeedOption = None, as_json: Json = False) -> None:
     """Generate data, fine-tune a tiny model, train it with RL and evaluate it, in minutes on this machine.
 
     Runs the bundled recipe quickstart. Nothing is downloaded.

@@ -15,10 +15,11 @@ from perilune.cli.arguments import (
     CheckpointArgument,
     EnvironmentFields,
     EvaluationSeed,
+    Json,
     find_checkpoint,
 )
 from perilune.cli.data.environments import environment_section
-from perilune.cli.train.run import JsonOption, run_stages
+from perilune.cli.train.run import run_stages
 
 if TYPE_CHECKING:
     from perilune.control.queries.lookup import StageStatus
@@ -41,7 +42,7 @@ def evaluate(
     samples: Annotated[int, typer.Option(min=1, help="Samples for each task.")] = 8,
     max_tokens: AnswerTokens = None,
     seed: EvaluationSeed = 0,
-    as_json: JsonOption = False,
+    as_json: Json = False,
 ) -> None:
     """Evaluate a checkpoint on the held-out tasks of an environment, with confidence intervals.
 
@@ -54,6 +55,7 @@ def evaluate(
     perilune eval ./my-model --environment calculator --tasks 64 --samples 4 --json
     """
     from perilune.cli.train.plan import derive_plans, print_plan
+    from perilune.control.runs.experiments import Control
     from perilune.recipe.evaluation import make_evaluation_recipe
 
     fields = {"tasks": tasks, "samples": samples, "max_tokens": max_tokens}
@@ -68,7 +70,7 @@ def evaluate(
         for part in (f"--{name.replace('_', '-')}", str(value))
     ]
     again = shlex.join(["perilune", "eval", checkpoint, "--environment", environment, *options])
-    run_stages(recipe, None, again, as_json=as_json)
+    run_stages(Control(), recipe, None, again, as_json=as_json)
 
 
 def run_evaluation(

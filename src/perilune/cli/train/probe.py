@@ -11,12 +11,12 @@ from perilune.cli.arguments import (
     CheckpointArgument,
     EnvironmentFields,
     EvaluationSeed,
+    Json,
     find_checkpoint,
 )
 from perilune.cli.data.environments import environment_section
 from perilune.cli.output import as_markup, echo, interval_markup, make_console, make_table, print_json
 from perilune.cli.train.evaluate import run_evaluation
-from perilune.cli.train.run import JsonOption
 from perilune.environments.core.registry import environment_families
 from perilune.errors import PeriluneError, WorkFailedError
 from perilune.metrics.learnability import Learnability, assess_learnability
@@ -40,7 +40,7 @@ def probe(
     samples: Annotated[int, typer.Option(min=2, help="Samples for each task: the size of a group.")] = 8,
     max_tokens: AnswerTokens = None,
     seed: EvaluationSeed = 0,
-    as_json: JsonOption = False,
+    as_json: Json = False,
 ) -> None:
     """Find out which environments a checkpoint can learn from by reinforcement learning.
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from perilune.cli.arguments import Json, RecipeArgument, SetOption
 from perilune.cli.output import echo, print_json, say_if_slow
 from perilune.control.record.home import Home, has_daemon
 from perilune.errors import RequestError
@@ -29,13 +30,6 @@ if TYPE_CHECKING:
 
 TERMINATION_WAIT_S = 15.0  # seconds to wait for proof that rented machines are gone
 
-RecipeArgument = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a bundled recipe.")
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the recipe: rl.steps=10. Repeatable."),
-]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="Short for --set seed=N.")]
 WithOption = Annotated[
     list[str] | None,
@@ -43,7 +37,6 @@ WithOption = Annotated[
         "--with", metavar="KEY=VALUE", help="Set a key that the template's allowed_overrides lists."
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as one JSON document.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +62,7 @@ def run(
     detach: Annotated[
         bool, typer.Option("--detach", help="Return once the first stage is accepted.")
     ] = False,
-    as_json: JsonOption = False,
+    as_json: Json = False,
 ) -> None:
     """Run a recipe, or resume one that was run before.
 
@@ -123,32 +116,43 @@ def run_recipe(
         RequestError: when the recipe is wrong, or a stage fails because of it.
         WorkFailedError: when a stage fails for another reason.
     """
-    from perilune.cli.train.plan import print_plan
+    from perilune.cli.data.audit import print_grades
+    from perilune.cli.train.plan import print_estimate, print_forecast, print_plan
     from perilune.recipe.load import load_recipe
 
     with say_if_slow("still checking the recipe and the tasks of its environment; Ctrl-C stops"):
-        recipe = load_recipe(name, changes)
-        derived, estimated = derive_with_estimates(recipe, where.template, check=plan_only)
+        recipe = load_recipe(name, changes)  # its errors appear at once, so the heavy imports follow
+        from perilune.control.queries.forecast import forecast_submission
+        from perilune.control.runs.experiments import Control, plan_stages
+
+        control = Control()
+        derived, estimated = derive_with_estimates(control, recipe, where.template, check=plan_only)
     if not (plan_only and as_json):
         print_plan(recipe, derived, sys.stdout if plan_only else sys.stderr)
+    template, rerun = where.template, _add_overrides(command, changes)
     if plan_only:
-        audit = _add_overrides(shlex.join(["perilune", "environments", "audit", name]), changes)
-        _print_forecast(recipe, derived, where.template, estimated, audit, as_json=as_json)
+        forecast = forecast_submission(control, plan_stages(recipe, template), template)
+        if as_json:
+            print_json(plan_document(recipe, derived, template, estimated, forecast))
+            return
+        print_estimate(recipe, estimated, template, sys.stdout)
+        print_forecast(forecast, sys.stdout)
+        audit = shlex.join(["perilune", "environments", "audit", name])
+        print_grades(recipe, _add_overrides(audit, changes))
     elif detach:
-        _detach(recipe, changes, _add_overrides(command, changes), where, as_json=as_json)
+        _detach(control, recipe, changes, rerun, template, as_json=as_json)
     else:
-        rerun = _add_overrides(command, changes)
-        run_stages(recipe, where.template, rerun, changes, estimated=estimated, as_json=as_json)
+        run_stages(control, recipe, template, rerun, changes, estimated=estimated, as_json=as_json)
 
 
 def derive_with_estimates(
-    recipe: Recipe, template: Template | None, *, check: bool
+    control: Control, recipe: Recipe, template: Template | None, *, check: bool
 ) -> tuple[list[dict[str, Any]], dict[str, Estimate]]:
     """Return the derived values of each stage, with its expected time, and the estimates."""
     from perilune.cli.train.plan import derive_plans
 
     derived = derive_plans(recipe, template, check=check)
-    estimated = estimate_locally(recipe, template)
+    estimated = estimate_locally(control, recipe, template, {})
     for stage in derived:
         if stage["name"] in estimated:
             stage["derived"]["expected"] = str(estimated[stage["name"]])
@@ -156,7 +160,7 @@ def derive_with_estimates(
 
 
 def estimate_locally(
-    recipe: Recipe, template: Template | None, trial_cache: TrialCache | None = None
+    control: Control, recipe: Recipe, template: Template | None, trial_cache: TrialCache
 ) -> dict[str, Estimate]:
     """Return the estimate for each stage, if runs go to a process on this machine and it is calibrated.
 
@@ -164,14 +168,14 @@ def estimate_locally(
         trial_cache: trials of environments, to share them between recipes.
     """
     from perilune.cli.train.estimate import estimate
-    from perilune.control.runs.experiments import Control
 
     if template is not None and (template.placement.name != "local" or template.container is not None):
         return {}
-    return estimate(Control(), recipe, {} if trial_cache is None else trial_cache)
+    return estimate(control, recipe, trial_cache)
 
 
 def run_stages(
+    control: Control,
     recipe: Recipe,
     template: Template | None,
     rerun: str,
@@ -187,39 +191,14 @@ def run_stages(
         changes: the overrides that the recipe was loaded with.
     """
     from perilune.cli.train.estimate import save_estimate
-    from perilune.control.runs.experiments import Control, open_experiment
+    from perilune.control.runs.experiments import open_experiment
     from perilune.models.native.build import missing_kernels_message, native
 
     if template is None and recipe.model is not None and native().library is None:
         sys.stderr.write(f"{missing_kernels_message(native().reason)}\n")
-    control = Control()
     experiment = open_experiment(control, recipe, changes)
     save_estimate(control.home.experiment(experiment), estimated)
     run_experiment(control, experiment, recipe, template, rerun, as_json=as_json)
-
-
-def _print_forecast(
-    recipe: Recipe,
-    derived: list[dict[str, Any]],
-    template: Template | None,
-    estimated: Mapping[str, Estimate],
-    audit: str,
-    *,
-    as_json: bool,
-) -> None:
-    """Print the dry run of `--plan`; `audit` is the command that audits the rewards."""
-    from perilune.cli.data.audit import print_grades
-    from perilune.cli.train.plan import print_estimate, print_forecast
-    from perilune.control.queries.forecast import forecast_submission
-    from perilune.control.runs.experiments import Control, plan_stages
-
-    forecast = forecast_submission(Control(), plan_stages(recipe, template), template)
-    if as_json:
-        print_json(plan_document(recipe, derived, template, estimated, forecast))
-    else:
-        print_estimate(recipe, estimated, template, sys.stdout)
-        print_forecast(forecast, sys.stdout)
-        print_grades(recipe, audit)
 
 
 def plan_document(
@@ -319,12 +298,16 @@ def _wait_for_termination(control: Control) -> None:
 
 
 def _detach(
-    recipe: Recipe, changes: Sequence[str], command: str, where: Destination, *, as_json: bool
+    control: Control,
+    recipe: Recipe,
+    changes: Sequence[str],
+    command: str,
+    template: Template | None,
+    *,
+    as_json: bool,
 ) -> None:
     """Start the experiment with `start_detached`, and print the commands that follow it."""
-    from perilune.control.runs.experiments import Control
-
-    document, first = start_detached(Control(), recipe, changes, where.template)
+    document, first = start_detached(control, recipe, changes, template)
     if as_json:
         print_json(document)
     elif first is None:
@@ -361,11 +344,8 @@ def start_detached(
     experiment = open_experiment(control, recipe, changes)
     events = advance(control, experiment, plan_stages(recipe, template), template=template)
     first = next((event for event in events if isinstance(event, StageStarted)), None)
-    document: dict[str, Any] = {
-        "experiment": experiment,
-        "name": recipe.name,
-        "daemon": has_daemon(control.home),
-    }
+    document: dict[str, Any] = {"experiment": experiment, "name": recipe.name}
+    document["daemon"] = has_daemon(control.home)
     if first is not None:
         document |= {"stage": first.stage, "run": first.run_id}
     if first is not None and (recipe.tracking or not document["daemon"]):

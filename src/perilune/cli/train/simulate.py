@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perilune.cli.arguments import Json
+from perilune.cli.arguments import Json, RecipeArgument, SetOption
 from perilune.cli.output import echo, make_console, print_json
 from perilune.cli.units import format_duration
 from perilune.errors import RequestError
@@ -23,11 +23,9 @@ TENTHS_BELOW_S = 600.0  # seconds, below which tenths are shown
 
 
 def simulate(
-    recipe: Annotated[str, typer.Argument(help="A recipe file or a bundled name.")],
+    recipe: RecipeArgument,
     *,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field, as in run.")
-    ] = None,
+    set_: SetOption = None,
     machines: Annotated[
         str,
         typer.Option(
@@ -86,7 +84,7 @@ def simulate(
         episodes,
         seed,
     )
-    document, results = simulate_recipe(load_recipe(recipe, overrides or []), options)
+    document, results = simulate_recipe(load_recipe(recipe, set_ or ()), options)
     if trace is not None:
         write_json(trace, chrome_trace(results))
     if as_json:

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from perilune.cli.arguments import Json, RecipeArgument
 from perilune.cli.output import echo, print_json
 from perilune.cli.train.run import (
     Destination,
-    JsonOption,
-    RecipeArgument,
     WithOption,
     estimate_locally,
     parse_destination,
@@ -112,7 +111,7 @@ def sweep(
         bool, typer.Option("--plan", help="List the arms and what they will cost, and exit.")
     ] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Run the sweep in the background.")] = False,
-    as_json: JsonOption = False,
+    as_json: Json = False,
 ) -> None:
     """Run a recipe with several settings and seeds, and compare the results.
 
@@ -212,7 +211,7 @@ def _print_plan(request: SweepRequest, recipes: dict[tuple[Settings, int], Recip
     runs = sum(forecast.to_run.values())
     first = next(iter(recipes.values()))
     price = forecast_submission(control, plan_stages(first, template), template).cost
-    calibrated = _estimate_seconds(list(recipes.values()), forecast.arms, template)
+    calibrated = _estimate_seconds(control, list(recipes.values()), forecast.arms, template)
     seconds = forecast.seconds if calibrated is None else calibrated
     arms = [
         {"settings": list(settings), "seed": seed, **asdict(arm)}
@@ -252,13 +251,13 @@ def _print_plan(request: SweepRequest, recipes: dict[tuple[Settings, int], Recip
 
 
 def _estimate_seconds(
-    recipes: Sequence[Recipe], arms: Sequence[ArmForecast], template: Template
+    control: Control, recipes: Sequence[Recipe], arms: Sequence[ArmForecast], template: Template
 ) -> float | None:
     """Sum the estimated times of all stages to run; None if one cannot be estimated."""
     trial_cache: TrialCache = {}
     seconds = 0.0
     for recipe, arm in zip(recipes, arms, strict=True):
-        estimates = estimate_locally(recipe, template, trial_cache) if arm.to_run else {}
+        estimates = estimate_locally(control, recipe, template, trial_cache) if arm.to_run else {}
         if not estimates.keys() >= set(arm.to_run):
             return None
         seconds += sum(estimates[stage].seconds for stage in arm.to_run)
