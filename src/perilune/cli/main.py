@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from perilune import __version__
 from perilune.cli.commands import COMMANDS, PANELS, PROGRAM_NAME, program_command, use_program_command
 from perilune.cli.failures import flush_stdout, report_failure
 from perilune.errors import RequestError
@@ -110,8 +111,6 @@ app = typer.Typer(
 
 def _version(requested: bool) -> None:
     if requested:
-        from perilune import __version__
-
         typer.echo(f"{PROGRAM_NAME} {__version__}")
         raise typer.Exit
 

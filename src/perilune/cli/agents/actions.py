@@ -4,24 +4,23 @@ A token is good for one call, for a quarter of an hour, and only for exactly wha
 the resolved recipe with the code that it names, the template, and the bundles that start now.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from perilune.control.runs.experiments import Control
+from perilune.control.record.store import Run
+from perilune.control.record.transitions import RunState
+from perilune.control.runs.current_submission import live_runs
+from perilune.control.runs.experiments import Control, plan_stages
+from perilune.control.runs.templates import Template
 from perilune.errors import RequestError
 from perilune.files import canonical_json, sha256_bytes
-
-if TYPE_CHECKING:
-    from perilune.control.runs.templates import Template
-    from perilune.recipe.schema import Recipe
+from perilune.recipe.schema import Recipe
 
 TOKEN_LIFETIME_S = 900.0  # seconds for which a token is valid
 MOST_TOKENS = 100
@@ -95,9 +94,6 @@ class Actor:
         from perilune.cli.arguments import summarize_run
         from perilune.cli.train.lifecycle import stop_target, stopped_document
         from perilune.control.queries.lookup import find_run_or_experiment
-        from perilune.control.record.store import Run
-        from perilune.control.record.transitions import RunState
-        from perilune.control.runs.current_submission import live_runs
 
         found = find_run_or_experiment(self.control, target)
         with self.control.store.snapshot() as session:
@@ -116,12 +112,11 @@ class Actor:
     ) -> tuple[Recipe, Template | None, dict[str, Any]]:
         from perilune.cli.train.run import derive_with_estimates, parse_destination, plan_document
         from perilune.control.queries.forecast import forecast_submission
-        from perilune.control.runs.experiments import plan_stages
         from perilune.recipe.load import load_recipe
 
         target = parse_destination(template or None, changes).template
         recipe = load_recipe(self._allowed_recipe(name), overrides)
-        derived, estimated = derive_with_estimates(recipe, target, check=check)
+        derived, estimated = derive_with_estimates(self.control, recipe, target, check=check)
         forecast = forecast_submission(self.control, plan_stages(recipe, target), target)
         return recipe, target, plan_document(recipe, derived, target, estimated, forecast)
 

@@ -32,8 +32,10 @@ from perilune.environments.core.registry import (
     family_field,
     make_environment,
 )
+from perilune.environments.core.replay import replay_conversation
 from perilune.errors import RequestError, WorkFailedError
 from perilune.extensions import is_file_reference
+from perilune.recipe.load import bundled_recipes
 from perilune.recipe.reward_files import load_reward_terms, read_source_file
 from perilune.recipe.source import parse_yaml
 
@@ -256,8 +258,6 @@ def audit(
     For a recipe, audits its environments with the recipe's rewards; --set then sets keys of the recipe. For
     an environment without a family, audits all families.
     """
-    from perilune.recipe.load import bundled_recipes
-
     if name.endswith((".yaml", ".yml")) or (name in bundled_recipes() and name not in environment_ids()):
         sections = load_recipe_environments(name, settings)
     else:
@@ -272,8 +272,6 @@ app.command(epilog="Example: perilune environments replay audit.json")(replay)
 
 
 def _row(environment: Environment, task: Task) -> dict[str, Any]:
-    from perilune.environments.core.replay import replay_conversation
-
     stated = getattr(environment, "gold", _answer_in_data)(task)
     outcome = None if stated is None else environment.score(task, stated)
     scored = str(outcome) if isinstance(outcome, Failure) else outcome and outcome.reward

@@ -1,9 +1,7 @@
 """The live table of `perilune top` as a Textual application. It only watches; runs do not depend on it."""
 
-from __future__ import annotations
-
 import time
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from rich.text import Text
 from textual.app import App, ComposeResult
@@ -16,13 +14,11 @@ from perilune.cli.inspect.history import explanation_lines
 from perilune.cli.inspect.run_table import COLUMNS, LiveStage, live_stages
 from perilune.cli.output import format_for_terminal
 from perilune.control.queries.explanation import explain_run
+from perilune.control.runs.experiments import Control
 from perilune.control.runs.requests import request_cancel
 from perilune.errors import PeriluneError
 from perilune.execution.log import log_tail
 from perilune.terminal import escape_control
-
-if TYPE_CHECKING:
-    from perilune.control.runs.experiments import Control
 
 CONFIRM_SECONDS = 3.0  # seconds within which a second x confirms
 LOG_LINES = 12  # last lines of the log

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from perilune.cli.arguments import WHERE_HELP, Json, make_command_group
+from perilune.cli.arguments import WHERE_HELP, Json, find_checkpoint, make_command_group
 from perilune.cli.inspect.traces_gate import SuiteArgument, SuitePart, gate_command
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError, WorkFailedError
-from perilune.files import write_json
+from perilune.files import sha256_file, write_json
 from perilune.plural import plural
 
 if TYPE_CHECKING:
@@ -360,8 +360,6 @@ def _run_exact(suite: Suite, part: Part, checkpoint: str | None, *, as_json: boo
 def _engine(suite: Suite, checkpoint: str | None) -> tuple[Engine, str]:
     """Return the engine of a checkpoint, and the checkpoint's digest."""
     from perilune.bundle.digest import contents_digest, source_files
-    from perilune.cli.arguments import find_checkpoint
-    from perilune.files import sha256_file
     from perilune.models.checkpoints.stored import open_checkpoint
     from perilune.tasks.stage.memory_plan import make_engine
 

@@ -13,6 +13,7 @@ from perilune.cli.arguments import Json, RunArgument, open_run
 from perilune.cli.output import echo, print_json
 from perilune.cli.train.trackers import tracker_folder
 from perilune.control.record.home import locked
+from perilune.files import read_json
 
 if TYPE_CHECKING:
     from perilune.control.record.store import Run
@@ -87,7 +88,6 @@ def _copy(control: Control, run: Run, sink: Sink, *, follow: bool) -> int:
 def _make_tracked_run(control: Control, run: Run) -> TrackedRun:
     from perilune.bundle.job import Job
     from perilune.control.queries.lookup import run_document
-    from perilune.files import read_json
     from perilune.tracking import TrackedRun
 
     job = Job.model_validate(read_json(control.home.bundle(run.id) / "job.json"))

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+import yaml
 
 from perilune.cli.arguments import Json, make_command_group
 from perilune.cli.output import echo, print_json
@@ -43,8 +44,6 @@ def show(name: Name, as_json: Json = False) -> None:
     if as_json:
         print_json(document)
         return
-    import yaml
-
     echo(yaml.safe_dump(document, sort_keys=False, allow_unicode=True).rstrip())
 
 

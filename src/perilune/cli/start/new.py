@@ -12,7 +12,10 @@ from perilune.bundle.job import Preset
 from perilune.cli.arguments import EnvironmentFields
 from perilune.cli.data.environments import environment_section
 from perilune.cli.output import echo
+from perilune.data.sources import read_first_row, read_rows
 from perilune.errors import RequestError
+from perilune.recipe.resolve import resolve
+from perilune.recipe.source import parse_yaml
 
 Task = Literal["sft", "rl", "preference"]
 
@@ -171,8 +174,6 @@ def _ask_missing(given: str, option: str, question: str, default: str) -> str:
 
 def _data_parts(path: str, task: Task | None, *, is_new: bool) -> tuple[str, str, str]:
     """Return the title, the stages and the training stage for the user's own data, from its first row."""
-    from perilune.data.sources import read_first_row, read_rows
-
     guessed = "preference" if "chosen" in read_first_row(Path(path)).value else "sft"
     if task not in (None, guessed):
         raise RequestError(
@@ -208,7 +209,5 @@ def _render_recipe(name: str, model: str, environment: dict[str, Any], parts: tu
 def _check(text: str, path: Path) -> None:
     """Raise the error that `perilune run --plan` would raise."""
     from perilune.cli.train.plan import derive_plans
-    from perilune.recipe.resolve import resolve
-    from perilune.recipe.source import parse_yaml
 
     derive_plans(resolve(parse_yaml(text, str(path)), path.parent))

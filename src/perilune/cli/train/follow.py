@@ -1,26 +1,20 @@
 """Following an experiment on a terminal: events become progress bars, Ctrl-C stops the running stage."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
 
 from perilune.cli.console import LiveBars, PlainLines, make_stage_progress
 from perilune.cli.train.trackers import LAST_SECONDS, Trackers
 from perilune.cli.units import format_duration
 from perilune.control.runs import progress as events
-from perilune.control.runs.experiments import advance, plan_stages
+from perilune.control.runs.experiments import Control, advance, plan_stages
 from perilune.control.runs.progress import explain_failure
 from perilune.control.runs.requests import cancel_run, request_cancel, request_experiment_cancel
+from perilune.control.runs.templates import Template
 from perilune.errors import PeriluneError, RequestError
 from perilune.metrics.training import describe_training
-
-if TYPE_CHECKING:
-    from perilune.control.runs.experiments import Control
-    from perilune.control.runs.templates import Template
-    from perilune.recipe.schema import Recipe
+from perilune.recipe.schema import Recipe
 
 
 def follow(

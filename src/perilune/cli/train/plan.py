@@ -10,6 +10,9 @@ from perilune.bundle.plugin import MemoryNeed, load_plugin
 from perilune.cli.output import format_for_terminal
 from perilune.cli.train.plan_checks import check_heldout, check_job, check_texts, check_weights
 from perilune.cli.units import format_duration, format_size
+from perilune.environments import Failure, Transcript, make_environment
+from perilune.environments.core.registry import REWARDS
+from perilune.environments.core.rewards import CALL_ERROR_PREFIX
 from perilune.errors import RequestError
 from perilune.recipe.schema import MODEL, build_job
 from perilune.recipe.tokenizers import find_foreign_character
@@ -76,12 +79,9 @@ def derive_plans(
 def _try_reward_functions(recipe: Recipe) -> None:
     """Load the recipe's reward functions as a run does, in a confined process, and score one answer."""
     from perilune.cli.data.audit import distinct_environments
-    from perilune.environments.core.registry import REWARDS
-    from perilune.environments.core.rewards import CALL_ERROR_PREFIX
 
     for section in distinct_environments(recipe):
         if any(isinstance(term, Mapping) for term in section.get(REWARDS, {}).values()):
-            from perilune.environments import Failure, Transcript, make_environment
             from perilune.verifiers import Scorer
 
             task = next(iter(make_environment(section).tasks("train", recipe.seed)), None)

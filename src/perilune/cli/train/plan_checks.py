@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.plugin import load_plugin
 from perilune.cli.arguments import MAX_COUNTED_TASKS
+from perilune.environments.core.protocol import Failure, Transcript
 from perilune.environments.core.registry import REWARDS, make_environment, part_sections
 from perilune.environments.core.rewards import VERIFIER_TERM
 from perilune.errors import RequestError
@@ -150,8 +151,6 @@ def _require_terms(job: Job) -> None:
     task = next(iter(make_environment(job.environment).tasks("train", job.seed)), None)
     if task is None:
         return
-    from perilune.environments.core.protocol import Failure, Transcript
-
     (outcome,) = _score(job, [(task, Transcript(""))])
     if isinstance(outcome, Failure) and outcome.reason.startswith("no reward term"):
         raise RequestError(outcome.reason, where=REWARDS, remedy="correct the name, or write a function")
@@ -199,7 +198,6 @@ def _verifier_warnings(job: Job) -> Iterator[str]:
 @cache
 def _scoring_failure(section: bytes, seed: int) -> str:
     """Return the reason that an answer to the first training task cannot be scored; "" if it can."""
-    from perilune.environments.core.protocol import Failure, Transcript
     from perilune.verifiers import Scorer
 
     whole = json.loads(section)
@@ -212,7 +210,6 @@ def _scoring_failure(section: bytes, seed: int) -> str:
 def _teacher_warnings(job: Job) -> Iterator[str]:
     from perilune.data.generators.registry import make_teacher
     from perilune.data.generators.teacher import prepare_teacher
-    from perilune.environments.core.protocol import Failure
     from perilune.tasks.datasets.specs import CollectSpec
 
     spec = CollectSpec.model_validate(job.spec)

@@ -1,12 +1,11 @@
 """The scenarios of a recipe's RL stages, and the document of their simulations."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from perilune.bundle.job import Job
 from perilune.bundle.machine import usable_threads
 from perilune.cli.start.calibrate import describe_machine
 from perilune.cli.train.estimate import device_name, run_trials
@@ -17,7 +16,9 @@ from perilune.environments.core.rewards import VERIFIER_TERM
 from perilune.errors import RequestError
 from perilune.metrics.training import STEP_PARTS
 from perilune.models.memory import get_model_card
-from perilune.recipe.schema import build_job
+from perilune.models.text.template_facts import recipe_tokenizer
+from perilune.models.text.tokenizer import Tokenizer
+from perilune.recipe.schema import Recipe, Stage, build_job
 from perilune.simulate.asynchronous import simulate_run
 from perilune.simulate.engine import SimulatedEngine, SimulatedModel
 from perilune.simulate.episodes import AssumedLengths, Lengths, RecordedLengths
@@ -33,11 +34,6 @@ from perilune.tasks.stage.memory_plan import (
     planned_episode_tokens,
     section_config,
 )
-
-if TYPE_CHECKING:
-    from perilune.bundle.job import Job
-    from perilune.models.text.tokenizer import Tokenizer
-    from perilune.recipe.schema import Recipe, Stage
 
 ASSUMED_LIVE_SHARE = 0.8  # share of groups with a gradient, without any information
 DEFAULT_REWARDS = {VERIFIER_TERM: 1.0}  # `rewards` that change nothing, so there is no gold score to watch
@@ -69,8 +65,6 @@ def simulate_recipe(recipe: Recipe, options: Options) -> tuple[dict[str, Any], l
         RequestError: when the recipe has no RL stage, this machine is not calibrated for its model, or the
             machines are too few.
     """
-    from perilune.models.text.template_facts import recipe_tokenizer
-
     stages = [stage for stage in recipe.stages if stage.task == "rl"]
     if recipe.model is None or not stages:
         raise RequestError("the recipe has no stage with task: rl to simulate", where=recipe.name)

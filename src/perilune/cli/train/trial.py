@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from perilune.environments.core.protocol import Transcript
 from perilune.environments.core.registry import make_environment
+from perilune.environments.core.replay import replay_agent_conversations
+from perilune.verifiers import Scorer
 from perilune.verifiers.sessions import Sessions
 
 if TYPE_CHECKING:
@@ -86,8 +88,6 @@ def try_environment(
     actions: Sequence[str] = ("0",),
 ) -> Trial:
     """Try an environment with the teacher of a collect stage, if there is one, or else with these actions."""
-    from perilune.verifiers import Scorer
-
     environment = make_environment(section)
     # Time in the processes that an environment starts, and on the network, is not that of our processors.
     clock = processor_seconds if getattr(environment, "confined", True) else time.perf_counter
@@ -129,7 +129,6 @@ def _measure_traces(
     from perilune.data.generators.teacher import prepare_teacher, verify_candidates
     from perilune.data.records import TraceRecord
     from perilune.data.sources import Row
-    from perilune.environments.core.replay import replay_agent_conversations
     from perilune.tasks.datasets.collect import add_strategy_messages
 
     teacher = make_teacher(job.spec["teacher"], job.spec["strategies"], job.spec["options"])
