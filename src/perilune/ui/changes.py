@@ -58,10 +58,7 @@ def difference_charts(comparisons: Sequence[Comparison], measures: Sequence[str]
         return {
             "label": name,
             "value": f"{format_points(mean)}  [{format_points(low)}, {format_points(high)}]",
-            "marks": [
-                {"whisker": (low, high), "color": _color(name)},
-                {"dot": mean, "color": _color(name)},
-            ],
+            "marks": [{"whisker": (low, high), "color": _color(name)}, {"dot": mean, "color": _color(name)}],
             "details": [{"name": "95% interval", "value": f"{format_points(mean)} points, {ends}"}],
         }
 

@@ -289,10 +289,7 @@ class Tokenizers:
         folders = {source.stage: source.attempt.model_folders for source in sources}
         self._new_models = [source.attempt.job.get("model") or {} for source in sources]
         self._candidates = {
-            stage: [
-                *own,
-                *(folder for other, paths in folders.items() if other != stage for folder in paths),
-            ]
+            stage: [*own, *(folder for other, paths in folders.items() if other != stage for folder in paths)]
             for stage, own in folders.items()
         }
         self._by_digest: dict[str, Vocabulary | None] = {}

@@ -130,8 +130,7 @@ class Actor:
         if path.suffix not in {".yaml", ".yml"} or not path.is_relative_to(folder) or not path.is_file():
             names = sorted(str(file.relative_to(folder)) for file in folder.glob("*.y*ml"))
             raise RequestError(
-                f"no recipe '{name}' in {folder}",
-                remedy=f"one of: {', '.join((*names, *bundled_recipes()))}",
+                f"no recipe '{name}' in {folder}", remedy=f"one of: {', '.join((*names, *bundled_recipes()))}"
             )
         return path
 

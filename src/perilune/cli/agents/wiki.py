@@ -174,8 +174,7 @@ def ask(
 
 @app.command()
 def slides(
-    page: Annotated[str, typer.Argument(help="A page, such as recipes/quickstart.")],
-    wiki: Folder = None,
+    page: Annotated[str, typer.Argument(help="A page, such as recipes/quickstart.")], wiki: Folder = None
 ) -> None:
     """Print a page as slides for Marp.
 

@@ -32,8 +32,7 @@ Strategies = Annotated[
     typer.Option("--strategy", metavar="NAME=SHARE", help="Share of a strategy. Default: the teacher's."),
 ]
 ModelCheckpoint = Annotated[
-    str,
-    typer.Option(metavar="CHECKPOINT", help="Instead of a teacher: a Hugging Face folder, or a run."),
+    str, typer.Option(metavar="CHECKPOINT", help="Instead of a teacher: a Hugging Face folder, or a run.")
 ]
 Tasks = Annotated[
     int | None, typer.Option(min=1, help="Number of tasks to use. Default: as many as --count needs.")

@@ -79,7 +79,7 @@ def inspect(bundle: Bundle, as_json: Json = False) -> None:
 
 
 @app.command(
-    epilog="Example: perilune bundle freeze recipes/quickstart.yaml --stage traces --out /tmp/bundle",
+    epilog="Example: perilune bundle freeze recipes/quickstart.yaml --stage traces --out /tmp/bundle"
 )
 def freeze(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file.")],

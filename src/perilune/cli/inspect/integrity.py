@@ -40,8 +40,7 @@ def verify(
         problems = {str(folder): list(attestation_problems(evidence))}
     elif key is not None:
         raise RequestError(
-            "--key applies to exported folders; runs are checked with the key of this home",
-            where=str(target),
+            "--key applies to exported folders; runs are checked with the key of this home", where=str(target)
         )
     else:
         problems = _verify_home(target)

@@ -31,15 +31,13 @@ app.command("gate", epilog="Example: perilune traces gate suite calculator/rl --
 
 MAX_SHOWN = 10  # failed cases to print
 Targets = Annotated[
-    list[str],
-    typer.Argument(metavar="EXPERIMENT|RUN|FOLDER...", help="Whose episode files to read."),
+    list[str], typer.Argument(metavar="EXPERIMENT|RUN|FOLDER...", help="Whose episode files to read.")
 ]
 Out = Annotated[Path, typer.Option("--out", help="The folder to write.")]
 Where = Annotated[
     str,
     typer.Option(
-        metavar="CONDITION",
-        help=f"Which episodes: 'reward_terms.format < 1 and truncated'. {WHERE_HELP}",
+        metavar="CONDITION", help=f"Which episodes: 'reward_terms.format < 1 and truncated'. {WHERE_HELP}"
     ),
 ]
 Most = Annotated[int, typer.Option(min=1, help="Maximum number of episodes per file, evenly spaced.")]

@@ -33,9 +33,7 @@ class _Stop(BaseException):
     """SIGTERM arrived. Derives from BaseException so that no error handler catches it."""
 
 
-def daemon(
-    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two passes.")] = 2.0,
-) -> None:
+def daemon(every: Annotated[float, typer.Option(min=0.2, help="Seconds between two passes.")] = 2.0) -> None:
     """Keep runs going until SIGTERM.
 
     The daemon records results, retries failed attempts, starts the next stage of experiments, and releases

@@ -43,10 +43,7 @@ def list_secrets(as_json: Json = False) -> None:
         echo(f"{row['name']}  {row['kept_in']}  {row['problem'] or 'set'}")
 
 
-@app.command(
-    "set",
-    epilog="Example: perilune secrets set HF_TOKEN --file ~/.cache/huggingface/token",
-)
+@app.command("set", epilog="Example: perilune secrets set HF_TOKEN --file ~/.cache/huggingface/token")
 def set_secret(
     name: NameArgument,
     *,

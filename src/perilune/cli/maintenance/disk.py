@@ -117,9 +117,7 @@ def rm(
     experiment: Annotated[
         str,
         typer.Argument(
-            metavar="EXPERIMENT",
-            help="Name, id, or first characters of the id.",
-            show_default=False,
+            metavar="EXPERIMENT", help="Name, id, or first characters of the id.", show_default=False
         ),
     ],
     yes: Annotated[

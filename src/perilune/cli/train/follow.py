@@ -18,12 +18,7 @@ from perilune.recipe.schema import Recipe
 
 
 def follow(
-    control: Control,
-    experiment: str,
-    recipe: Recipe,
-    template: Template | None = None,
-    *,
-    asked: bool = True,
+    control: Control, experiment: str, recipe: Recipe, template: Template | None = None, *, asked: bool = True
 ) -> PeriluneError | None:
     """Run an experiment to its end where `template` says and show its progress; returns the failure, or None.
 

@@ -123,10 +123,7 @@ def _cap_lengths(lengths: Lengths, most: float) -> Lengths:
     limit = most * lengths.turns
     cut = max(0.0, lengths.sampled - limit)
     return replace(
-        lengths,
-        fed=lengths.fed - cut,
-        sampled=lengths.sampled - cut,
-        longest=min(lengths.longest, limit),
+        lengths, fed=lengths.fed - cut, sampled=lengths.sampled - cut, longest=min(lengths.longest, limit)
     )
 
 

@@ -36,8 +36,7 @@ def simulate_serving(
     machines: Annotated[
         str,
         typer.Option(
-            metavar="SPEC",
-            help="COUNTxCARD, optionally /CARDS PER MODEL and @PRICE, such as 8xH100/2@2.50.",
+            metavar="SPEC", help="COUNTxCARD, optionally /CARDS PER MODEL and @PRICE, such as 8xH100/2@2.50."
         ),
     ],
     prefill: Annotated[

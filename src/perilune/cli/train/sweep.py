@@ -13,13 +13,7 @@ import typer
 
 from perilune.cli.arguments import Json, RecipeArgument
 from perilune.cli.output import echo, print_json
-from perilune.cli.train.run import (
-    Destination,
-    WithOption,
-    estimate_locally,
-    parse_destination,
-    start_module,
-)
+from perilune.cli.train.run import Destination, WithOption, estimate_locally, parse_destination, start_module
 from perilune.cli.train.trackers import LAST_SECONDS, Trackers
 from perilune.cli.units import format_duration
 from perilune.errors import RequestError, WorkFailedError

@@ -118,11 +118,7 @@ class Game(NamedTuple):
 
 
 def _measure_traces(
-    job: Job,
-    environment: Environment,
-    scorer: Scorer,
-    tokenizer: Tokenizer,
-    clock: Callable[[], float],
+    job: Job, environment: Environment, scorer: Scorer, tokenizer: Tokenizer, clock: Callable[[], float]
 ) -> tuple[Lengths | None, float, list[Game]]:
     """Return the lengths of a teacher's traces, the seconds of each, and the games that they record."""
     from perilune.data.generators.registry import make_teacher

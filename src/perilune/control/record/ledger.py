@@ -42,11 +42,7 @@ def commit_result(session: Session, run: Run, epoch: int, verdict: Verdict) -> N
 
 
 def end_attempt(
-    session: Session,
-    attempt: Attempt,
-    outcome: Outcome,
-    cleanup: Cleanup,
-    policy: RetryPolicy,
+    session: Session, attempt: Attempt, outcome: Outcome, cleanup: Cleanup, policy: RetryPolicy
 ) -> Attempt:
     """Record an attempt's last transition, and end its run or queue the run for another attempt."""
     row, verdict = require_current(session, attempt), outcome.verdict

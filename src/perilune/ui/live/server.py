@@ -24,11 +24,7 @@ def serve_pages(
     with bind_socket(host, port) as listener:
         app = make_app(control, token)
         config = uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=3,
+            app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=3
         )
         _Server(config, lambda: announce(server_url(listener))).run(sockets=[listener])
 
