@@ -140,7 +140,6 @@ def _waterfall(climb: Comparison) -> Figure:
 def _dumbbell(
     climb: Comparison, pairs: Sequence[tuple[float | None, float | None]], key: str, title: str
 ) -> Figure:
-    """Return one figure of each strategy before and after."""
     legend = [
         {"name": climb.before_label, "color": 7, "hollow": True},
         {"name": climb.after_label, "color": 1},

@@ -336,13 +336,11 @@ def _describe_warnings(summary: Mapping[str, Any]) -> str:
 
 
 def _list_warnings(summary: Mapping[str, Any]) -> list[str]:
-    """Return the warnings of a stage, with those about held-out tasks and forgetting."""
     parts = [summary, summary.get("held_out") or {}, summary.get("forgetting") or {}]
     return [warning for part in parts for warning in part.get("warnings") or ()]
 
 
 def _algorithm_name(spec: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    """Return the name of the algorithm of a stage, or ""."""
     setting = spec.get("algorithm") or ""
     return str(summary.get("algorithm") or (setting.get("name") if isinstance(setting, dict) else setting))
 

@@ -71,8 +71,6 @@ def view_experiment(control: Control, experiment_id: str, statuses: Sequence[Sta
 
 @dataclass(frozen=True)
 class _Recipe:
-    """A submitted recipe: its YAML, and the settings of its stages by name."""
-
     name: str
     seed: int
     text: str

@@ -84,7 +84,6 @@ def pass_at_k_charts(evaluations: Sequence[Evaluation]) -> list[Figure]:
 def _evaluation_charts(
     evaluations: Sequence[Evaluation], points: Sequence[Figure], **more: Any
 ) -> list[Figure]:
-    """Return a line chart with one series of points for each evaluation; the last one is filled."""
     series = [
         {"name": item.label, "color": color, "points": True, "hollow": item is not evaluations[-1], **given}
         for item, color, given in zip(evaluations, _colors(len(evaluations)), points, strict=False)

@@ -57,7 +57,6 @@ def collect_hardware(stages: Sequence[tuple[str, Attempt]]) -> Hardware | None:
 
 
 def _hardware_charts(columns: Columns, bands: Sequence[Mapping[str, Any]]) -> list[Figure]:
-    """Return the charts of these columns, without those that have no data."""
     gpus = [name.removesuffix("_utilisation") for name in columns if name.endswith("_utilisation")]
     load: Figure = {"as": "load", "domain": (0, 112)}
 

@@ -115,7 +115,6 @@ def _software_facts(seen: Mapping[str, Any]) -> Pairs:
 
 
 def _packages(packages: Mapping[str, Any]) -> Pairs:
-    """Return the loaded distributions with their versions."""
     versions = {
         str(entry.get("distribution") or name): str(entry.get("version") or "no version")
         for name, entry in packages.items()

@@ -138,7 +138,6 @@ def to_plain(value: Any) -> Any:
 
 
 def _episode_blocks(library: EpisodeLibrary) -> tuple[dict[str, Any], list[str]]:
-    """Return the index of the episode browser, and one data element for each set."""
     blocks: list[str] = []
     stages = []
     for stage in library.stages:

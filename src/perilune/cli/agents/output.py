@@ -200,5 +200,4 @@ def _format_time(seconds: float) -> str:
 
 
 def _escape_invisible(text: str) -> str:
-    """Escape control characters and invisible characters."""
     return _INVISIBLE.sub(lambda match: f"\\u{{{ord(match[0]):x}}}", escape_control(text))

@@ -131,7 +131,6 @@ class Conversation:
 def _open_conversation(
     folder: Path, adapter: Path | None, template: Path | None, *, plain: bool
 ) -> Conversation:
-    """Load the checkpoint into an engine."""
     import torch
 
     from perilune.engine.engine import Engine

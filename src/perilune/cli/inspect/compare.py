@@ -125,7 +125,6 @@ def _arm_table(comparison: Comparison) -> Any:
 
 
 def _format_figure(arm: Arm, is_share: bool) -> str:
-    """Return the final figure with its interval, if it has one."""
     if arm.figure is None:
         return "–"
     mean, low, high = _clip_share(arm.figure) if is_share else arm.figure

@@ -169,7 +169,6 @@ def describe_result(status: StageStatus) -> str:
 
 
 def _last_evaluation(held_out: Mapping[str, Any]) -> str:
-    """Return the last held-out figure of a training stage."""
     name, details = next(iter(held_out["sets"].items()))
     last = held_out["curve"][-1][name]
     text = format_interval(last) if details["figure"] == "pass@1" else f"{last['mean']:.4g}"

@@ -356,7 +356,6 @@ def _run_exact(suite: Suite, part: Part, checkpoint: str | None, *, as_json: boo
 
 
 def _engine(suite: Suite, checkpoint: str | None) -> tuple[Engine, str]:
-    """Return the engine of a checkpoint, and the checkpoint's digest."""
     from perilune.bundle.digest import contents_digest, source_files
     from perilune.models.checkpoints.stored import open_checkpoint
     from perilune.tasks.stage.memory_plan import make_engine

@@ -65,7 +65,6 @@ def gate_command(
 
 
 def _compare_results(now: Mapping[str, Any], then: Mapping[str, Any] | None, seed: int) -> dict[str, Any]:
-    """Return pass@1 of both sides, and the change on their common tasks."""
     from perilune.metrics.bootstrap import paired_difference
 
     if not then:

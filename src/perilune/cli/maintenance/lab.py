@@ -72,7 +72,6 @@ def lab(
 
 
 def _run_lab(laboratory: Laboratory, seconds: float, patience: float, *, silent: bool) -> None:
-    """Submit runs for `seconds`, wait until all have ended, and show the state meanwhile."""
     with _show_snapshots(silent) as show:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:

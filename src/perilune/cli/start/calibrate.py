@@ -130,7 +130,6 @@ def _decoder(section: Mapping[str, Any], device: str) -> Decoder:
 
 
 def _publish_seconds(decoder: Decoder, clock: Callable[[], float]) -> float:
-    """Return the seconds that an engine needs to take new weights."""
     from perilune.engine.engine import Engine
 
     engine = Engine(decoder, slots=1)

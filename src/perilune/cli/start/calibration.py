@@ -255,7 +255,6 @@ def _update_seconds(model: Decoder, seconds: float, clock: Callable[[], float], 
 
 
 def _rl_seconds(model: Decoder, seconds: float, clock: Callable[[], float], tokens: int) -> float:
-    """Return the seconds of an optimizer step of GRPO, with its checks."""
     from perilune.learn.trainer import Learner
     from perilune.tasks.rl.spec import RLSpec
     from perilune.tasks.rl.update import PolicyUpdater
@@ -303,7 +302,6 @@ def _sample_groups(model: Decoder, tokens: int) -> list[tuple[Episode, ...]]:
 
 
 def _time_steps(step: Callable[[], object], seconds: float, clock: Callable[[], float]) -> float:
-    """Return the mean time of a step, over as many steps as fit into `seconds`."""
     step()  # allocates memory and chooses kernels
     began, until, steps = clock(), time.perf_counter() + seconds, 0
     while steps == 0 or time.perf_counter() < until:

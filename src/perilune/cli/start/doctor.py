@@ -150,7 +150,6 @@ def _home() -> list[Finding]:
 
 
 def _containers() -> list[Finding]:
-    """Check the container programs that the templates for this machine use."""
     from perilune.control.runs.templates import LOCAL_TEMPLATE, load_template, template_names
 
     programs: dict[str, str] = {}  # by program: the first template that names it

@@ -99,7 +99,6 @@ def interrupts_ignored() -> Iterator[None]:
 def _interrupt(
     control: Control, experiment: str, running: events.StageStarted, view: PlainLines | LiveBars
 ) -> None:
-    """Cancel the stage that this command started; leave a stage that it joined."""
     stage, run_id = running.stage, running.run_id
     if running.attached:
         view.print(f"{stage} continues; to stop it: perilune cancel {run_id}")

@@ -96,7 +96,6 @@ def _lengths_of_data(
 def _lengths_of_policy(
     stage: Stage, job: Job, known: Mapping[str, ExpectedLengths], trial: Trial | None
 ) -> ExpectedLengths | None:
-    """Return the lengths of the answers that a stage samples or a teacher writes."""
     if trial is None:
         return None
     if stage.task == "collect":

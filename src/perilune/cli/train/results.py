@@ -166,7 +166,6 @@ def _is_evaluation(summary: Mapping[str, Any]) -> bool:
 def parent_change(
     recipe: Recipe, evaluation: Stage, summaries: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the gain in pass@1 over the checkpoint that training started from, if both were evaluated."""
     from perilune.metrics.bootstrap import paired_difference
     from perilune.metrics.lineage import find_parent_evaluation
 
@@ -223,7 +222,6 @@ def _evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _print_estimates(console: Console, stages: Sequence[Mapping[str, Any]]) -> None:
-    """Print the time and the memory of the stages next to their estimates, if there are any."""
     timed = [stage for stage in stages if stage["estimated"] and stage["seconds"]]
     if not timed:
         return
@@ -274,7 +272,6 @@ def print_forgetting(console: Console, entry: Mapping[str, Any]) -> None:
 
 
 def _format_strategy(value: Mapping[str, float] | None) -> str:
-    """Return the share of the answers, and the share of those that were right."""
     return "" if value is None else f"{value['share']:.1%} [dim]({value['accuracy']:.1%} right)[/]"
 
 
@@ -294,7 +291,6 @@ def _describe_changes(evaluation: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _describe_change(checkpoint: str, change: Mapping[str, Any], measure: str = "pass@1") -> str:
-    """Describe the change of a measure by training, with its confidence interval."""
     mean, low, high = (100 * change[measure][key] for key in ("mean", "low", "high"))
     tasks = f"against {change['against']} on the same {change['tasks']} tasks"
     if low > 0:

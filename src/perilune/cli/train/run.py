@@ -274,7 +274,6 @@ def run_experiment(
 def _compute_cost(
     control: Control, statuses: Sequence[StageStatus], template: Template | None
 ) -> float | None:
-    """Return the cost of the runs in currency units; None without a price."""
     from perilune.control.machines.budget import cost_of_runs
     from perilune.control.machines.leases import compute_cost
 
@@ -286,7 +285,6 @@ def _compute_cost(
 
 
 def _wait_for_termination(control: Control) -> None:
-    """Wait for proof that the rented machines are gone, and warn about those without proof."""
     from perilune.cli.machines.rented import warn_about_machines
 
     until = time.monotonic() + TERMINATION_WAIT_S
@@ -306,7 +304,6 @@ def _detach(
     *,
     as_json: bool,
 ) -> None:
-    """Start the experiment with `start_detached`, and print the commands that follow it."""
     document, first = start_detached(control, recipe, changes, template)
     if as_json:
         print_json(document)

@@ -83,8 +83,6 @@ def simulate_recipe(recipe: Recipe, options: Options) -> tuple[dict[str, Any], l
 
 
 class _Simulator:
-    """Makes and runs the scenarios of one recipe."""
-
     def __init__(self, recipe: Recipe, options: Options, tokenizer: Tokenizer) -> None:
         assert recipe.model is not None
         self.recipe, self.options, self.tokenizer = recipe, options, tokenizer

@@ -195,7 +195,6 @@ def _sweep_command(recipe: str, options: dict[str, Any], where: Destination) -> 
 
 
 def _print_plan(request: SweepRequest, recipes: dict[tuple[Settings, int], Recipe], *, as_json: bool) -> None:
-    """Print the arms, the stages that they share, and what is known about time and cost."""
     from perilune.control.queries.forecast import forecast_submission
     from perilune.control.queries.sweep_forecast import forecast_sweep
     from perilune.control.runs.experiments import Control, plan_stages
@@ -269,7 +268,6 @@ def _format_time(seconds: float | None, slots: int, basis: str) -> str:
 
 
 def _detach(control: Control, sweep: Sweep, command: Sequence[str], *, as_json: bool) -> None:
-    """Continue the sweep in a process of its own."""
     log = control.home.sweeps / f"{sweep.name}.log"
     pid = start_module(["perilune.cli.main", *command[1:]], log)
     document = {"sweep": sweep.name, "pid": pid, "log": str(log)}
@@ -286,8 +284,6 @@ def _detach(control: Control, sweep: Sweep, command: Sequence[str], *, as_json: 
 
 
 class _SweepRun:
-    """A sweep under way, and its progress on the terminal."""
-
     def __init__(self, control: Control, request: SweepRequest, found: Sweep) -> None:
         from perilune.cli.console import make_stage_progress
         from perilune.control.runs.sweeps import SweepRunner

@@ -152,7 +152,6 @@ def _measure_traces(
 
 
 def _play_games(sessions: Sessions, games: Sequence[Game]) -> Sequence[Game]:
-    """Play the games to their ends or their last actions."""
     opened = sessions.open([(game.task, game.seed) for game in games])
     for turn in range(max(len(game.actions) for game in games)):
         moves = [

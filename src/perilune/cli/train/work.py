@@ -81,7 +81,6 @@ def _count_league(spec: Mapping[str, Any], lengths: Lengths, players: int) -> Wo
 
 
 def _count_evaluations(job: Job, lengths: Lengths) -> Work:
-    """Count the held-out evaluations during training."""
     if not job.spec.get("eval"):
         return {}
     from perilune.tasks.stage.evaluation_settings import EvaluationSettings

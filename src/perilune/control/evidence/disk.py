@@ -237,7 +237,6 @@ def _environment_lock(environment: Path) -> Iterator[bool]:
 
 
 def _is_in_use(environment: Path) -> bool:
-    """Return whether a process runs a program of the environment."""
     mark = os.fsencode(environment) + b"/"
     for process in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -44,8 +44,6 @@ TERMINATE_INTERVAL_S = 5.0  # between two requests to terminate the same machine
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """One observation of a machine."""
-
     machine: Machine
     recorded: RecordedMachine
     sighting: Sighting
@@ -173,7 +171,6 @@ class Fleet:
         )
 
     def _record_sighting(self, key: str, sighting: Sighting, now: Instant) -> None:
-        """Record changes in the observation, and since when the machine is idle."""
         with self.store.snapshot() as session:
             machine = session.get_one(Machine, key)
             idle = self._find_desire(session, machine) is not Desire.HELD

@@ -95,8 +95,6 @@ def panic(home: Home, patience: float, tell: Callable[[str], None] = lambda line
 
 
 class _Terminator:
-    """Looks at all providers repeatedly, and terminates every machine that is alive."""
-
     def __init__(self, home: Home, clusters: list[str], report: Panic, tell: Callable[[str], None]) -> None:
         self.providers, self.report, self.tell = Providers(home), report, tell
         self.tags = [cluster_tag(cluster) for cluster in clusters]

@@ -171,7 +171,6 @@ def _absence_evidence(recorded: RecordedMachine, absent: bool | None, now: Insta
 
 
 def _is_being_preempted(sighting: Sighting) -> bool:
-    """Return whether its provider has announced a preemption."""
     machine = sighting.machine
     return machine is not None and (
         machine.notice_seconds is not None or machine.status is MachineStatus.ENDING

@@ -179,7 +179,6 @@ class Rentals:
         return staying or self._evacuate(placement, attempt, assigned)
 
     def _reconcile(self, attempt: Attempt) -> list[Machine]:
-        """Reconcile each of the attempt's machines, the leading one first."""
         rows = self.fleet.machines_of(attempt.run_id, attempt.number)
         return [machine for row in rows if (machine := self.fleet.reconcile(row.key)) is not None]
 
@@ -262,7 +261,6 @@ class Rentals:
         return True
 
     def _begin_staging(self, attempt: Attempt) -> None:
-        """Move an attempt from PROVISIONING to STAGING: its machines are ready."""
         if attempt.state == AttemptState.PROVISIONING:
             with self.fleet.store.transaction() as session:
                 row = require_current(session, attempt)
@@ -283,7 +281,6 @@ class Rentals:
             return False  # the next look shows whether the machine is gone
 
     def _end_without_machine(self, attempt: Attempt, machine: Machine) -> None:
-        """End an attempt that has lost its machine or never got it."""
         never = attempt.state in {AttemptState.PLANNED, AttemptState.PROVISIONING}
         if never and machine.reason not in OUTCOMES:
             state, cause = AttemptState.FAILED, Cause.HOST_REFUSED if machine.refused else Cause.NO_MACHINE

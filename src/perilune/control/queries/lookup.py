@@ -175,7 +175,6 @@ def find_run(control: Control, reference: str) -> Run:
 
 
 def _find_experiment_with(control: Control, stage: str) -> str:
-    """Return the name of the latest experiment that has a run for a stage of that name, or ""."""
     with control.store.snapshot() as session:
         query = select(Experiment.name).join(Stage, Stage.experiment_id == Experiment.id)
         query = query.where(Stage.name == stage, Stage.run_id.is_not(None)).order_by(Experiment.used.desc())
@@ -183,7 +182,6 @@ def _find_experiment_with(control: Control, stage: str) -> str:
 
 
 def _list_run_names(control: Control, reference: str) -> str:
-    """Return the names of the runs of the experiment of that name; "" if there is none."""
     with control.store.snapshot() as session:
         named = select(Experiment).where(Experiment.name == reference).order_by(Experiment.used.desc())
         experiment = session.scalars(named.limit(1)).first()
@@ -373,7 +371,6 @@ def run_document(control: Control, run: Run) -> dict[str, Any]:
 
 
 def _read_summary(control: Control, run: Run) -> tuple[dict[str, Any], str]:
-    """Return the run's summary, and what is wrong with its artifacts."""
     summary: dict[str, Any] = {}
     succeeded = run.state == RunState.SUCCEEDED
     try:
@@ -394,7 +391,6 @@ def _is_attested(control: Control, run: Run) -> bool:
 
 
 def _read_container(control: Control, attempt: Attempt) -> dict[str, str] | None:
-    """Return the program and image of the container that an attempt ran in."""
     container = read_container(control.home.attempt(attempt.run_id, attempt.number))
     return None if container is None else container.model_dump()
 

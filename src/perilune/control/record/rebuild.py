@@ -97,7 +97,6 @@ def _require_damage(home: Home) -> None:
 
 
 def _set_aside(home: Home) -> Path | None:
-    """Rename the database and its journals; returns the new path of the database."""
     aside = home.database.with_name(f"state.damaged-{new_ulid()}.db")
     for end in ("-shm", "-wal", ""):
         with contextlib.suppress(FileNotFoundError):

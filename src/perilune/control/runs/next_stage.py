@@ -47,8 +47,6 @@ def submission_template(experiment: Experiment) -> Template | None:
 
 @dataclass
 class _BlockedStage:
-    """The reason why the next stage of an experiment could not be started."""
-
     message: str
     tries: int
     retry_at: float  # on the monotonic clock
@@ -93,7 +91,6 @@ class StageStarter:
                 self._blocked.pop(experiment.id, None)
 
     def _announce(self, only: str | None) -> None:
-        """Announce that this process starts the next stages of requested experiments."""
         with self.control.store.snapshot() as session:
             requested = set(session.scalars(select(Experiment.id).where(Experiment.requested)))
         selected = requested if only is None else requested & {only}

@@ -55,7 +55,6 @@ def _distribution(optuna: Any, axis: Axis) -> Any:
 
 
 def _optuna_value(axis: Axis, setting: str) -> str | int | float:
-    """Return the value in "key=value" as Optuna stores it."""
     text = setting.partition("=")[2]
     if axis.bounds is None:
         return text

@@ -93,7 +93,6 @@ class Listing:
 
 
 def _sparkline(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the sparkline of a stage: its main figure by step."""
     for name in SPARKLINE_METRICS:
         points = [(row.get("step"), row.get(name)) for row in rows if row.get(name) is not None]
         if len(points) > 1:

@@ -114,7 +114,6 @@ def find_attempts(task: str, sources: Sequence[EpisodeSource], index_of: Index) 
 
 
 def _group_attempts(stage: str, sets: Sequence[EpisodeFile], found: Outline) -> Iterator[dict[str, Any]]:
-    """Yield one entry for each step."""
     members = zip(found.files.tolist(), found.ids.to_pylist(), found.reward.tolist(), strict=True)
     for number, group in groupby(members, key=lambda member: member[0]):
         attempts = [{"id": name, "reward": reward} for _, name, reward in group]
@@ -122,8 +121,6 @@ def _group_attempts(stage: str, sets: Sequence[EpisodeFile], found: Outline) -> 
 
 
 class _ReportTimer:
-    """A timer between two reports of a search."""
-
     def __init__(self) -> None:
         self._next = time.monotonic() + REPORT_INTERVAL_S
 
