@@ -160,9 +160,7 @@ def find_finished_run(control: Control, recipe: str, job: Job) -> Path | None:
         .where(Experiment.name == recipe, Run.stage == job.stage, Run.state == RunState.SUCCEEDED.value)
         .order_by(Run.ended.desc())
     )
-    with control.store.snapshot() as session:
-        runs = list(session.scalars(query))
-    for run in runs:
+    for run in control.store.read(query):
         folder = control.directory(run)
         before = read_json(folder / "job.json")
         same = all(before.get(key) == getattr(job, key) for key in ("task", "model", "environment"))

@@ -173,11 +173,7 @@ def _remove_attempt(control: Control, item: Removable) -> bool:
 
 
 def _find_intermediate(control: Control) -> Iterator[Removable]:
-    with control.store.snapshot() as session:
-        runs = session.scalars(
-            select(Run).where(Run.state == RunState.SUCCEEDED.value).order_by(Run.id)
-        ).all()
-    for run in runs:
+    for run in control.store.read(select(Run).where(Run.state == RunState.SUCCEEDED.value).order_by(Run.id)):
         path = control.directory(run) / CHECKPOINTS_FOLDER
         if found := sorted(path.glob(INTERMEDIATE_PATTERN)):
             seen = set[tuple[int, int]]()

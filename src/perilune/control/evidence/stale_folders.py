@@ -34,11 +34,9 @@ def remove_stale_folders(home: Home, store: Store) -> None:
 
 
 def _recorded_ids(store: Store, table: type[Run | Experiment] = Run) -> set[str]:
-    with store.snapshot() as session:
-        return set(session.scalars(select(table.id)))
+    return set(store.read(select(table.id)))
 
 
 def _removed_ids(store: Store) -> set[str]:
-    with store.snapshot() as session:
-        events = session.scalars(select(Event).where(Event.kind == REMOVED_EVENT)).all()
+    events = store.read(select(Event).where(Event.kind == REMOVED_EVENT))
     return {name for event in events for name in (event.detail["experiment"], *event.detail["runs"])}

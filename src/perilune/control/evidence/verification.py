@@ -36,8 +36,7 @@ def find_damage(store: Store) -> str:
 
 def find_unrecorded_runs(home: Home, store: Store) -> list[str]:
     """Return the runs that have attempts on disk but are not in the record."""
-    with store.snapshot() as session:
-        known = set(session.scalars(select(Run.id)))
+    known = set(store.read(select(Run.id)))
     return sorted(
         path.name for path in home.runs.iterdir() if path.name not in known and home.newest_attempt(path.name)
     )

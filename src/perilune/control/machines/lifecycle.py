@@ -69,8 +69,7 @@ class Fleet:
         query = select(Machine).order_by(Machine.created)
         if not include_gone:
             query = query.where(Machine.state != MachineState.GONE.value)
-        with self.store.snapshot() as session:
-            return [row for row in session.scalars(query) if include_gone or owns_machine(self.home, row.key)]
+        return [row for row in self.store.read(query) if include_gone or owns_machine(self.home, row.key)]
 
     def machine_key(self, run_id: str, epoch: int, rank: int = 0) -> str:
         return str(MachineKey(cluster_id(self.home), run_id, epoch, rank))
@@ -78,8 +77,7 @@ class Fleet:
     def machines_of(self, run_id: str, epoch: int) -> list[Machine]:
         """Return the recorded machines of an attempt, the leading one first."""
         query = select(Machine).where(Machine.run_id == run_id, Machine.epoch == epoch)
-        with self.store.snapshot() as session:
-            return list(session.scalars(query.order_by(Machine.rank)))
+        return self.store.read(query.order_by(Machine.rank))
 
     def rent(
         self, session: Session, attempt: Attempt, rental: Rental, price: float, nodes: int = 1

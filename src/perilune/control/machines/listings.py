@@ -60,11 +60,10 @@ class Listings:
 
     def _tags(self, provider: str) -> list[str]:
         """Return the tags of the home and of recorded machines, because the home's name may be lost."""
-        with self.store.snapshot() as session:
-            alive = select(Machine.key).where(
-                Machine.provider == provider, Machine.state != MachineState.GONE.value
-            )
-            return [cluster_tag(name) for name in cluster_names(self.home, list(session.scalars(alive)))]
+        alive = select(Machine.key).where(
+            Machine.provider == provider, Machine.state != MachineState.GONE.value
+        )
+        return [cluster_tag(name) for name in cluster_names(self.home, self.store.read(alive))]
 
     def last_seen(self, provider: str, key: str) -> RentedMachine | None:
         """Return a machine as its provider last listed it to this process; None if it never did."""

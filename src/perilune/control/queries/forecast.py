@@ -206,8 +206,7 @@ def _forecast_cost(
         price = query_price(providers, rental)
     except PeriluneError as error:
         return CostForecast(str(error).partition("\n")[0])
-    with control.store.snapshot() as session:
-        committed = cost_today(session.scalars(select(Machine)))
+    committed = cost_today(control.store.read(select(Machine)))
     seconds = rental.lease.max_seconds(price)
     attempt = compute_cost(price, seconds)
     tries = 1 + sum(getattr(template.retry, kind) for kind in ("infrastructure", "lost", "user"))

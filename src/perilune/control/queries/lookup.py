@@ -83,9 +83,8 @@ class StageStatus:
 
 def list_ended_runs(control: Control) -> list[Run]:
     """Return all runs that have ended, oldest first."""
-    with control.store.snapshot() as session:
-        ended = [state.value for state in RunState if state.is_terminal]
-        return list(session.scalars(select(Run).where(Run.state.in_(ended)).order_by(Run.id)))
+    ended = [state.value for state in RunState if state.is_terminal]
+    return control.store.read(select(Run).where(Run.state.in_(ended)).order_by(Run.id))
 
 
 def find_experiment(control: Control, reference: str | None = None) -> Experiment:
@@ -94,8 +93,7 @@ def find_experiment(control: Control, reference: str | None = None) -> Experimen
     Raises:
         RequestError: there is none, or the prefix is ambiguous.
     """
-    with control.store.snapshot() as session:
-        everything = list(session.scalars(select(Experiment).order_by(Experiment.used.desc())))
+    everything = control.store.read(select(Experiment).order_by(Experiment.used.desc()))
     if reference is None:
         if not everything:
             raise RequestError("there are no experiments yet", remedy="perilune quickstart")
@@ -175,10 +173,9 @@ def find_run(control: Control, reference: str) -> Run:
 
 
 def _find_experiment_with(control: Control, stage: str) -> str:
-    with control.store.snapshot() as session:
-        query = select(Experiment.name).join(Stage, Stage.experiment_id == Experiment.id)
-        query = query.where(Stage.name == stage, Stage.run_id.is_not(None)).order_by(Experiment.used.desc())
-        return session.scalars(query.limit(1)).first() or ""
+    query = select(Experiment.name).join(Stage, Stage.experiment_id == Experiment.id)
+    query = query.where(Stage.name == stage, Stage.run_id.is_not(None)).order_by(Experiment.used.desc())
+    return next(iter(control.store.read(query.limit(1))), "")
 
 
 def _list_run_names(control: Control, reference: str) -> str:
@@ -193,13 +190,11 @@ def _list_run_names(control: Control, reference: str) -> str:
 
 def latest_experiments(control: Control, most: int | None = None) -> list[str]:
     """Return the ids of the experiments that were submitted last, at most `most` of them."""
-    with control.store.snapshot() as session:
-        return list(session.scalars(select(Experiment.id).order_by(Experiment.used.desc()).limit(most)))
+    return control.store.read(select(Experiment.id).order_by(Experiment.used.desc()).limit(most))
 
 
 def count_experiments(control: Control) -> int:
-    with control.store.snapshot() as session:
-        return session.scalar(select(func.count()).select_from(Experiment)) or 0
+    return control.store.read(select(func.count()).select_from(Experiment))[0]
 
 
 def stage_statuses(control: Control, experiment_ids: Sequence[str]) -> list[StageStatus]:
@@ -272,9 +267,7 @@ def _make_status(
 
 
 def list_attempts(control: Control, run_id: str) -> list[Attempt]:
-    with control.store.snapshot() as session:
-        query = select(Attempt).where(Attempt.run_id == run_id).order_by(Attempt.number)
-        return list(session.scalars(query))
+    return control.store.read(select(Attempt).where(Attempt.run_id == run_id).order_by(Attempt.number))
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,11 +318,10 @@ def _attempt_use(attempt: Attempt, rented: Sequence[MachineUse]) -> AttemptUse:
 
 def machine_events(control: Control, machine: Machine) -> list[Event]:
     """Return the events of a machine, in order; those of the attempts that had it are left out."""
-    with control.store.snapshot() as session:
-        earlier = select(EarlierUse.run_id).where(EarlierUse.machine_key == machine.key)
-        runs = (Event.run_id == machine.run_id) | Event.run_id.in_(earlier)
-        rows = session.scalars(select(Event).where(runs).order_by(Event.seq))
-        return [row for row in rows if row.detail.get("machine") == machine.key]
+    earlier = select(EarlierUse.run_id).where(EarlierUse.machine_key == machine.key)
+    runs = (Event.run_id == machine.run_id) | Event.run_id.in_(earlier)
+    rows = control.store.read(select(Event).where(runs).order_by(Event.seq))
+    return [row for row in rows if row.detail.get("machine") == machine.key]
 
 
 def events_after(control: Control, seq: int = 0, run_id: str | None = None) -> list[Event]:
@@ -337,8 +329,7 @@ def events_after(control: Control, seq: int = 0, run_id: str | None = None) -> l
     query = select(Event).where(Event.seq > seq).order_by(Event.seq)
     if run_id is not None:
         query = query.where(Event.run_id == run_id)
-    with control.store.snapshot() as session:
-        return list(session.scalars(query))
+    return control.store.read(query)
 
 
 def run_document(control: Control, run: Run) -> dict[str, Any]:

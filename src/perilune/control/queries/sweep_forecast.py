@@ -75,8 +75,8 @@ def compute_stage_keys(plans: Sequence[StagePlan]) -> dict[str, str]:
 
 def _find_experiment(control: Control, recipe: Recipe) -> str | None:
     digest = sha256_bytes(canonical_json(recipe.model_dump(mode="json")))
-    with control.store.snapshot() as session:
-        return session.scalars(select(Experiment.id).where(Experiment.recipe_digest == digest)).one_or_none()
+    known = control.store.read(select(Experiment.id).where(Experiment.recipe_digest == digest))
+    return known[0] if known else None
 
 
 def _expected_seconds(control: Control, recipe: str, to_run: Mapping[str, int]) -> float | None:

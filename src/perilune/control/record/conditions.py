@@ -59,8 +59,7 @@ class Conditions:
         query = select(Condition).order_by(Condition.since)
         if run_id is not None:
             query = query.where(Condition.run_id == run_id)
-        with self.store.snapshot() as session:
-            return list(session.scalars(query))
+        return self.store.read(query)
 
     def raise_condition(self, run_id: str, about: str, message: str) -> None:
         """Record a condition, unless the same one is recorded already."""

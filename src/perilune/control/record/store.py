@@ -7,9 +7,9 @@ Every change of state is made in the transaction that appends its event. Assigni
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-from sqlalchemy import JSON, Float, ForeignKey, ForeignKeyConstraint, false, select, text
+from sqlalchemy import JSON, Float, ForeignKey, ForeignKeyConstraint, Select, false, select, text
 from sqlalchemy import Row as SqlRow
 from sqlalchemy.exc import DatabaseError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, validates
@@ -30,6 +30,7 @@ from perilune.files import canonical_json, sha256_bytes
 from perilune.redaction import redact_document, redact_text
 
 RUN_CONDITION = "run"  # subject of a condition of the run itself, not of an attempt or a machine
+T = TypeVar("T")
 
 
 class Base(DeclarativeBase):
@@ -261,6 +262,11 @@ class Store:
                 yield session
         except DatabaseError as error:
             raise self.database.translate_error(error) from error
+
+    def read(self, query: Select[T]) -> list[T]:
+        """Return what a query selects, from a snapshot."""
+        with self.snapshot() as session:
+            return list(session.scalars(query))
 
     def close(self) -> None:
         self.engine.dispose()

@@ -112,6 +112,5 @@ def experiments_to_advance(store: Store) -> Sequence[Experiment]:
     """Return the requested experiments without a live run: their next stage may start."""
     current = (Stage.experiment_id == Experiment.id) & (Stage.submission == Experiment.submission)
     live = select(Stage).join(Run, Run.id == Stage.run_id).where(current, Run.state.in_(LIVE_STATES))
-    with store.snapshot() as session:
-        query = select(Experiment).where(Experiment.requested, ~live.exists())
-        return session.scalars(query.order_by(Experiment.used)).all()
+    query = select(Experiment).where(Experiment.requested, ~live.exists())
+    return store.read(query.order_by(Experiment.used))

@@ -91,8 +91,7 @@ class StageStarter:
                 self._blocked.pop(experiment.id, None)
 
     def _announce(self, only: str | None) -> None:
-        with self.control.store.snapshot() as session:
-            requested = set(session.scalars(select(Experiment.id).where(Experiment.requested)))
+        requested = set(self.control.store.read(select(Experiment.id).where(Experiment.requested)))
         selected = requested if only is None else requested & {only}
         for experiment_id in self._announced.keys() - selected:
             self._announced.pop(experiment_id).close()

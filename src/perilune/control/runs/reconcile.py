@@ -92,8 +92,7 @@ class Reconciler:
         Raises:
             PeriluneError: the database is unusable.
         """
-        with self.store.snapshot() as session:
-            live = list(session.scalars(select(Run.id).where(Run.state.in_(LIVE_STATES)).order_by(Run.id)))
+        live = self.store.read(select(Run.id).where(Run.state.in_(LIVE_STATES)).order_by(Run.id))
         far = [run_id for run_id in live if self.placements.capabilities(run_id).is_remote]
         deadline = None if patience is None else time.monotonic() + patience
         slots = Semaphore(MAX_REMOTE_LOOKS)
@@ -104,9 +103,7 @@ class Reconciler:
         wait_until(deadline, *looks.values())
         self.clean_up(deadline)
         self.sweep()
-        with self.store.snapshot() as session:
-            chosen = select(Run).where(Run.id.in_(self._returned.union(live))).order_by(Run.id)
-            runs = list(session.scalars(chosen))
+        runs = self.store.read(select(Run).where(Run.id.in_(self._returned.union(live))).order_by(Run.id))
         self._returned = {run.id for run in runs if not RunState(run.state).is_terminal}
         return runs
 
@@ -135,12 +132,11 @@ class Reconciler:
 
     def unclean_attempts(self) -> list[Attempt]:
         """Return the ended attempts that are not proven to have stopped, oldest first."""
-        with self.store.snapshot() as session:
-            others = read_inherited(self.home).runs
-            pending = select(Attempt).where(
-                Attempt.cleanup == Cleanup.PENDING.value, Attempt.run_id.not_in(others)
-            )
-            return list(session.scalars(pending.order_by(Attempt.created)))
+        others = read_inherited(self.home).runs
+        pending = select(Attempt).where(
+            Attempt.cleanup == Cleanup.PENDING.value, Attempt.run_id.not_in(others)
+        )
+        return self.store.read(pending.order_by(Attempt.created))
 
     def reconcile(self, run_id: str, *, act: bool = True) -> Run:
         """Reconcile a run, unless another process does; returns it as recorded then.
