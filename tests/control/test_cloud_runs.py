@@ -22,9 +22,10 @@ from perilune.control.machines.panic import panic
 from perilune.control.record.store import Attempt
 from perilune.control.record.transitions import MachineState
 from perilune.control.runs.experiments import Control, StagePlan, advance
+from perilune.control.runs.planner import Retry
 from perilune.control.runs.progress import StageEvent, StageFinished, StageProgress
 from perilune.control.runs.requests import cancel_run
-from perilune.control.runs.templates import RentedTarget, Retry, Template
+from perilune.control.runs.templates import RentedTarget, Template
 from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements.remote import Site
 from perilune.execution.providers.protocol import MachineRequest

@@ -17,9 +17,10 @@ from perilune.control.queries.lookup import list_attempts
 from perilune.control.record.store import Attempt
 from perilune.control.runs import reconcile
 from perilune.control.runs.experiments import Control, StagePlan, advance, follow_run
+from perilune.control.runs.planner import Retry
 from perilune.control.runs.progress import StageFailed, StageFinished
 from perilune.control.runs.requests import cancel_run
-from perilune.control.runs.templates import Retry, SshTarget, Template
+from perilune.control.runs.templates import SshTarget, Template
 from perilune.execution import limits
 from perilune.execution.claim import CLAIM_VARIABLE, read_claim
 from perilune.execution.hosts import HostUnreachableError, ssh

@@ -31,8 +31,9 @@ from perilune.bundle.verify import verify
 from perilune.control.machines.providers import Providers
 from perilune.control.record.store import Attempt
 from perilune.control.runs.experiments import Control, StagePlan, advance
+from perilune.control.runs.planner import Retry
 from perilune.control.runs.progress import StageFinished, StageProgress
-from perilune.control.runs.templates import RentedTarget, ResourcesChange, Retry, Template
+from perilune.control.runs.templates import RentedTarget, ResourcesChange, Template
 from perilune.errors import RequestError
 from perilune.execution.hosts import Host, HostRefusedError, HostUnreachableError
 from perilune.execution.limits import AttemptLimits

@@ -276,7 +276,7 @@ def test_unreachable_attempt_keeps_running_until_policy_declares_it_lost(control
             assert control.reconciler.reconcile(run_id).state == "active"
         (seen,) = attempts(control, run_id)
         assert (seen.state, seen.reachability) == ("running", "unreachable")
-        patient = drill_control(control.home.root, RetryPolicy(lost_after=0.0, base=0.0))
+        patient = drill_control(control.home.root, RetryPolicy(lost_after=0.0, base=0.001))
         events = list(follow_run(patient, run_id, poll=0.02))
         assert isinstance(events[-1], StageFinished)
         first, second = attempts(control, run_id)

@@ -39,9 +39,10 @@ from perilune.control.evidence.verification import find_run_problems
 from perilune.control.queries.lookup import list_attempts
 from perilune.control.runs import placements
 from perilune.control.runs.experiments import Control, StagePlan, advance, follow_run, read_progress
+from perilune.control.runs.planner import Retry
 from perilune.control.runs.progress import StageEvent, StageFailed, StageFinished, StageNotice
 from perilune.control.runs.requests import cancel_run, retry_run
-from perilune.control.runs.templates import Retry, SshTarget, Template
+from perilune.control.runs.templates import SshTarget, Template
 from perilune.execution.background import in_background
 from perilune.execution.claim import CLAIM_VARIABLE, read_claim
 from perilune.execution.hosts import Answer, HostUnreachableError

@@ -19,8 +19,9 @@ from perilune.bundle.verify import verify
 from perilune.control.queries.lookup import list_attempts
 from perilune.control.runs import reconcile
 from perilune.control.runs.experiments import Control, advance
+from perilune.control.runs.planner import Retry
 from perilune.control.runs.progress import StageFinished
-from perilune.control.runs.templates import Retry, SshTarget, Template
+from perilune.control.runs.templates import SshTarget, Template
 from perilune.execution import limits
 from perilune.execution.claim import CLAIM_VARIABLE, read_claim
 from perilune.execution.limits import AttemptLimits

@@ -19,7 +19,8 @@ from perilune.control.record.faults import kill_point
 from perilune.control.record.store import Attempt, Machine, Run, move_attempt
 from perilune.control.record.transitions import AttemptState, Cleanup, MachineState, RunState
 from perilune.control.runs.experiments import Control
-from perilune.control.runs.templates import RentedTarget, Retry, Template
+from perilune.control.runs.planner import Retry
+from perilune.control.runs.templates import RentedTarget, Template
 from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements.remote import Site
 from perilune.execution.providers.fake.client import FakeCloud

@@ -31,8 +31,9 @@ from perilune.control.record.home import Home
 from perilune.control.record.store import Attempt, Machine, Run
 from perilune.control.record.transitions import RunState
 from perilune.control.runs.experiments import Control, register_experiment
+from perilune.control.runs.planner import Retry
 from perilune.control.runs.submission import Submission, submit_stage
-from perilune.control.runs.templates import RentedTarget, Retry, Template
+from perilune.control.runs.templates import RentedTarget, Template
 from perilune.errors import PeriluneError
 from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements.remote import Site

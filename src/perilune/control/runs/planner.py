@@ -4,10 +4,13 @@ import random
 from dataclasses import dataclass
 from enum import StrEnum
 
+from pydantic import Field
+
 from perilune.control.record.transitions import AttemptState
 from perilune.execution.observation import Observation
 from perilune.execution.processes import Presence
 from perilune.execution.verdict import Cause
+from perilune.frozen import Frozen
 
 MAX_STARTS = 3  # workers that may die before they claim the attempt
 
@@ -112,22 +115,21 @@ RETRY_CLASSES = {
 }  # every other cause counts as USER
 
 
-@dataclass(frozen=True, slots=True)
-class RetryPolicy:
-    """The number of retries after failures of each class, and the pause before them.
+class Retry(Frozen):
+    """The number of attempts that may follow failures, by class of failure."""
 
-    Attributes:
-        infrastructure: retries after the worker died or could not start.
-        user: retries after the task itself failed.
-        base, cap: seconds. The n-th retry waits a random time between 0 and min(cap, base * 2**n).
-        lost_after: seconds that an attempt may be unreachable.
-    """
+    infrastructure: int = Field(5, ge=0, description="retries after a failure of the machine or of Perilune")
+    lost: int = Field(5, ge=0, description="retries after contact was lost")
+    user: int = Field(0, ge=0, description="retries after a failure of the task itself")
+    base: float = Field(
+        0.5, gt=0, description="seconds; the n-th retry waits a random time up to base * 2**n"
+    )
+    cap: float = Field(300.0, gt=0, description="longest wait before a retry, in seconds")
 
-    infrastructure: int = 5
-    lost: int = 5
-    user: int = 0
-    base: float = 0.5
-    cap: float = 300.0
+
+class RetryPolicy(Retry):
+    """The retries of a run; an attempt may be unreachable for `lost_after` seconds."""
+
     lost_after: float = 1800.0
 
     def allows_retry(self, cause: str, before: list[str]) -> bool:

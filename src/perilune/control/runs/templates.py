@@ -17,7 +17,7 @@ from perilune.bundle.job import Job, Resources
 from perilune.bundle.plugin import load_plugin, resources_of
 from perilune.control.machines.leases import Rental
 from perilune.control.record.home import Home
-from perilune.control.runs.planner import RetryPolicy
+from perilune.control.runs.planner import Retry, RetryPolicy
 from perilune.errors import RequestError
 from perilune.execution.hosts.ssh import SshSettings
 from perilune.execution.launchers.docker import Container
@@ -52,18 +52,6 @@ class RentedTarget(Rental):
 
     name: Literal["rented"] = "rented"
     site: Site = Field(Site(), description="settings of the machine")
-
-
-class Retry(Frozen):
-    """The number of attempts that may follow failures, by class of failure."""
-
-    infrastructure: int = Field(5, ge=0, description="retries after a failure of the machine or of Perilune")
-    lost: int = Field(5, ge=0, description="retries after contact was lost")
-    user: int = Field(0, ge=0, description="retries after a failure of the task itself")
-    base: float = Field(
-        0.5, gt=0, description="seconds; the n-th retry waits a random time up to base * 2**n"
-    )
-    cap: float = Field(300.0, gt=0, description="longest wait before a retry, in seconds")
 
 
 class ResourcesChange(Frozen):
