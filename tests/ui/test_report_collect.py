@@ -34,7 +34,7 @@ def unfinished(tmp_path: Path) -> Iterator[SyntheticExperiment]:
 
 def test_collect_reports_the_gain_of_a_finished_experiment(experiment: ExperimentView) -> None:
     data = collect_report(experiment)
-    assert data.experiment.state == "succeeded"
+    assert data.experiment["state"] == "succeeded"
     assert data.notices == []
     assert [evaluation.label for evaluation in data.evaluations] == ["untrained", "after sft", "after rl"]
     assert data.climb is not None
@@ -118,7 +118,7 @@ def test_collect_shows_finished_steps_of_an_active_run(unfinished: SyntheticExpe
     with (root / "artifacts" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "rew')  # an incomplete line
     data = collect_report(unfinished.view())
-    assert data.experiment.state == "active"
+    assert data.experiment["state"] == "active"
     assert [(notice.kind, notice.text) for notice in data.notices] == [
         ("active", "4 of 10 steps were done when this was written.")
     ]
@@ -151,7 +151,7 @@ def test_failed_run_shows_its_cause_and_log_tail(unfinished: SyntheticExperiment
     root = unfinished.rl(steps=10, prompts=2, until=2)
     unfinished.fail(root, "95% of groups had equal rewards for 20 steps\n  try: easier tasks", 7.0)
     data = collect_report(unfinished.view())
-    assert data.experiment.state == "failed"
+    assert data.experiment["state"] == "failed"
     (notice,) = data.notices
     assert notice.kind == "failed"
     assert "95% of groups had equal rewards for 20 steps. The report" in notice.text

@@ -81,20 +81,11 @@ class Forgetting:
     note: str
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """The experiment of the report."""
-
-    name: str
-    state: str
-    seed: int
-
-
 @dataclass(frozen=True)
 class ReportData:
     """All data of the page. report.js reads these field names."""
 
-    experiment: Identity
+    experiment: Mapping[str, Any]
     headline: Headline
     health: list[StageHealth]
     facts: list[Fact]
@@ -143,7 +134,7 @@ def collect_report(view: ExperimentView, *, embed: bool = True) -> ReportData:
     names = {stage.name for stage, _ in pairs}
     stages = [describe_stage(run, attempt, view.declared.get(run.name, {}), names) for run, attempt in pairs]
     return ReportData(
-        experiment=Identity(view.name, state, view.seed),
+        experiment={"name": view.name, "state": state, "seed": view.seed},
         headline=write_headline(
             evaluations, climb, trained, describe_results(pairs), is_over=state not in UNFINISHED_STATES
         ),

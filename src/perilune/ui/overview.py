@@ -199,9 +199,8 @@ def list_facts(view: ExperimentView, attempts: Sequence[Attempt], provenance: Pr
     environment = dict(jobs[-1].get("environment") or {}) if jobs else {}
     facts: list[Fact] = []
     if (model := find_model(attempts)) is not None:
-        facts.append(
-            ("Model", f"{model.parameters:,} parameters" if model.parameters else "unknown size", model.shape)
-        )
+        parameters, shape = model
+        facts.append(("Model", f"{parameters:,} parameters" if parameters else "unknown size", shape))
     if environment:
         family, task = str(environment.get("id", "")), str(environment.get("task") or "")
         facts.append(("Environment", task or family, family if task else ""))

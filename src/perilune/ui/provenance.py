@@ -136,20 +136,12 @@ def _commands(stages: Sequence[StageView]) -> str:
     return "\n".join(lines).rstrip()
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """Size and shape of a model."""
-
-    parameters: int | None
-    shape: str
-
-
-def find_model(attempts: Sequence[Attempt]) -> ModelFacts | None:
-    """Return the model of the last checkpoint of any attempt, or None."""
+def find_model(attempts: Sequence[Attempt]) -> tuple[int | None, str] | None:
+    """Return the number of parameters and the shape of the last checkpoint of any attempt, or None."""
     for attempt in reversed(attempts):
         for folder in attempt.model_folders:
             if config := attempt.document(folder / "config.json"):
-                return ModelFacts(count_parameters(folder), _shape(config))
+                return count_parameters(folder), _shape(config)
     return None
 
 

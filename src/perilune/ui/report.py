@@ -61,7 +61,7 @@ def render_report(
     """
     document = report_document(data) | {"live": live, "index": "/" if live else None}
     index, blocks = _episode_blocks(data.library)
-    title = f"{data.experiment.name}: {data.headline.title}"
+    title = f"{data.experiment['name']}: {data.headline.title}"
     index_block = render_data_block("episodes-index", embeddable_json(index))
     return render_page(title, names, document, [index_block, *blocks], live=live is not None)
 
