@@ -114,7 +114,7 @@ class Actor:
         from perilune.control.queries.forecast import forecast_submission
         from perilune.recipe.load import load_recipe
 
-        target = parse_destination(template or None, changes).template
+        target, _ = parse_destination(template or None, changes)
         recipe = load_recipe(self._allowed_recipe(name), overrides)
         derived, estimated = derive_with_estimates(self.control, recipe, target, check=check)
         forecast = forecast_submission(self.control, plan_stages(recipe, target), target)

@@ -141,7 +141,7 @@ def cancel(
     """
     from perilune.control.queries.lookup import find_run_or_experiment
     from perilune.control.record.store import Run
-    from perilune.control.runs.requests import list_shared_runs
+    from perilune.control.runs.current_submission import live_runs
 
     control = open_control()
     found = find_run_or_experiment(control, target)
@@ -155,7 +155,9 @@ def cancel(
         else:
             echo(f"{run.stage}: {run.state}; to resume it: perilune retry {run.id}")
     if not isinstance(found, Run):
-        for run in list_shared_runs(control, found.id):
+        with control.store.snapshot() as session:
+            shared = live_runs(session, found.id)
+        for run in shared:
             echo(f"{run.stage}: run {run.id} continues, because another experiment needs it")
         echo(f"{found.name}: no later stage starts; `perilune run` resumes the experiment")
     warn_about_cleanup(control)

@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,14 +39,6 @@ WithOption = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """The target of runs: a template (None for this machine), and the options that select it."""
-
-    template: Template | None = None
-    options: tuple[str, ...] = ()
-
-
 def run(
     recipe: RecipeArgument,
     *,
@@ -76,23 +68,24 @@ def run(
     perilune run mine.yaml --template box --plan
     perilune run mine.yaml --template box --detach
     """
-    where = parse_destination(template, with_ or ())
-    command = shlex.join(["perilune", "run", recipe, *where.options])
+    target, options = parse_destination(template, with_ or ())
+    command = shlex.join(["perilune", "run", recipe, *options])
     changes = overrides(set_, seed)
-    run_recipe(recipe, changes, command, where=where, plan_only=plan, detach=detach, as_json=as_json)
+    run_recipe(recipe, changes, command, template=target, plan_only=plan, detach=detach, as_json=as_json)
 
 
-def parse_destination(name: str | None, changes: Sequence[str]) -> Destination:
+def parse_destination(name: str | None, changes: Sequence[str]) -> tuple[Template | None, list[str]]:
+    """Return the target of runs (None for this machine), and the options that select it."""
     if name is None:
         if changes:
             raise RequestError(
                 "--with sets a key of a template, and no template is given", remedy="--template ID"
             )
-        return Destination()
+        return None, []
     from perilune.control.runs.templates import load_template
 
-    loaded = load_template(Home.open(), name, changes)
-    return Destination(loaded, ("--template", name, *(part for pair in changes for part in ("--with", pair))))
+    options = ["--template", name, *(part for pair in changes for part in ("--with", pair))]
+    return load_template(Home.open(), name, changes), options
 
 
 def overrides(set_: Sequence[str] | None, seed: int | None) -> list[str]:
@@ -105,7 +98,7 @@ def run_recipe(
     changes: Sequence[str],
     command: str,
     *,
-    where: Destination = Destination(),
+    template: Template | None = None,
     plan_only: bool = False,
     detach: bool = False,
     as_json: bool = False,
@@ -126,10 +119,10 @@ def run_recipe(
         from perilune.control.runs.experiments import Control, plan_stages
 
         control = Control()
-        derived, estimated = derive_with_estimates(control, recipe, where.template, check=plan_only)
+        derived, estimated = derive_with_estimates(control, recipe, template, check=plan_only)
     if not (plan_only and as_json):
         print_plan(recipe, derived, sys.stdout if plan_only else sys.stderr)
-    template, rerun = where.template, _add_overrides(command, changes)
+    rerun = _add_overrides(command, changes)
     if plan_only:
         forecast = forecast_submission(control, plan_stages(recipe, template), template)
         if as_json:

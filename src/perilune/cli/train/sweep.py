@@ -13,7 +13,7 @@ import typer
 
 from perilune.cli.arguments import Json, RecipeArgument
 from perilune.cli.output import echo, print_json
-from perilune.cli.train.run import Destination, WithOption, estimate_locally, parse_destination, start_module
+from perilune.cli.train.run import WithOption, estimate_locally, parse_destination, start_module
 from perilune.cli.train.trackers import LAST_SECONDS, Trackers
 from perilune.cli.units import format_duration
 from perilune.errors import RequestError, WorkFailedError
@@ -129,7 +129,7 @@ def sweep(
     axes = tuple(parse_axis(option) for option in set_ or ())
     arms = _initial_arms(axes, random, search)
     first = load_recipe(recipe, arms[0])
-    where = parse_destination(template, with_ or ())
+    target, selection = parse_destination(template, with_ or ())
     options = {"set": set_, "seeds": seeds, "random": random, "search": search, "metric": metric}
     request = SweepRequest(
         recipe,
@@ -137,13 +137,13 @@ def sweep(
         parse_seeds(seeds, first.seed),
         search,
         metric,
-        template=_choose_template(where, slots, first),
+        template=_choose_template(target, slots, first),
         tracking=first.tracking,
-        command=_sweep_command(recipe, options | {"slots": slots, "name": name}, where),
+        command=(*_sweep_command(recipe, options | {"slots": slots, "name": name}), *selection),
     )
     recipes = {(settings, seed): request.load(settings, seed) for settings in arms for seed in request.seeds}
     for settings in arms:  # refuses what cannot work before anything runs
-        derive_plans(recipes[settings, request.seeds[0]], where.template)
+        derive_plans(recipes[settings, request.seeds[0]], target)
     if plan:
         _print_plan(request, recipes, as_json=as_json)
         return
@@ -169,29 +169,29 @@ def _initial_arms(axes: Sequence[Axis], random: int | None, search: int | None) 
     return grid_arms(axes) if random is None else sample_arms(axes, random)
 
 
-def _choose_template(where: Destination, slots: int | None, recipe: Recipe) -> Template:
+def _choose_template(given: Template | None, slots: int | None, recipe: Recipe) -> Template:
     """Return the given template, or this machine with as many slots as its cores allow."""
     from perilune.bundle.machine import usable_threads
     from perilune.control.runs.templates import Template
 
-    if where.template is not None:
+    if given is not None:
         if slots is not None:
             raise RequestError(
                 "--slots applies to this machine only", remedy="set the key `slots` of the template"
             )
-        return where.template
+        return given
     threads = recipe.resources.threads * recipe.resources.processes
     room = usable_threads() // threads if threads and recipe.resources.device == "cpu" else 1
     return Template(description="this machine", slots=slots or max(1, room))
 
 
-def _sweep_command(recipe: str, options: dict[str, Any], where: Destination) -> tuple[str, ...]:
+def _sweep_command(recipe: str, options: dict[str, Any]) -> list[str]:
     words = ["perilune", "sweep", recipe]
     for option, value in options.items():
         for item in value if isinstance(value, list) else [value]:
             if item is not None:
                 words += [f"--{option}", str(item)]
-    return (*words, *where.options)
+    return words
 
 
 def _print_plan(request: SweepRequest, recipes: dict[tuple[Settings, int], Recipe], *, as_json: bool) -> None:

@@ -2,7 +2,7 @@
 
 import codecs
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from perilune.bundle.digest import recorded_digest
@@ -129,12 +129,6 @@ def request_experiment_cancel(control: Control, experiment_id: str) -> list[str]
             )
         end_submission(session, experiment, "cancelled")
         return [run.id for run in runs if not find_requesting(session, run.id)]
-
-
-def list_shared_runs(control: Control, experiment_id: str) -> Sequence[Run]:
-    """Return the live runs of a cancelled experiment, which another experiment needs."""
-    with control.store.snapshot() as session:
-        return live_runs(session, experiment_id)
 
 
 def retry_run(control: Control, run_id: str) -> Run:
