@@ -110,13 +110,15 @@ class Actor:
     def _plan(
         self, name: str, overrides: list[str], template: str, changes: list[str], *, check: bool
     ) -> tuple[Recipe, Template | None, dict[str, Any]]:
-        from perilune.cli.train.run import derive_with_estimates, parse_destination, plan_document
+        from perilune.cli.train.plan import derive_plans
+        from perilune.cli.train.run import add_estimates, parse_destination, plan_document
         from perilune.control.queries.forecast import forecast_submission
         from perilune.recipe.load import load_recipe
 
         target, _ = parse_destination(template or None, changes)
         recipe = load_recipe(self._allowed_recipe(name), overrides)
-        derived, estimated = derive_with_estimates(self.control, recipe, target, check=check)
+        derived = derive_plans(recipe, target, check=check)
+        estimated = add_estimates(self.control, recipe, target, derived)
         forecast = forecast_submission(self.control, plan_stages(recipe, target), target)
         return recipe, target, plan_document(recipe, derived, target, estimated, forecast)
 

@@ -110,16 +110,17 @@ def run_recipe(
         WorkFailedError: when a stage fails for another reason.
     """
     from perilune.cli.data.audit import print_grades
-    from perilune.cli.train.plan import print_estimate, print_forecast, print_plan
+    from perilune.cli.train.plan import derive_plans, print_estimate, print_forecast, print_plan
     from perilune.recipe.load import load_recipe
 
     with say_if_slow("still checking the recipe and the tasks of its environment; Ctrl-C stops"):
         recipe = load_recipe(name, changes)  # its errors appear at once, so the heavy imports follow
+        derived = derive_plans(recipe, template, check=plan_only)  # before a home is created
         from perilune.control.queries.forecast import forecast_submission
         from perilune.control.runs.experiments import Control, plan_stages
 
         control = Control()
-        derived, estimated = derive_with_estimates(control, recipe, template, check=plan_only)
+        estimated = add_estimates(control, recipe, template, derived)
     if not (plan_only and as_json):
         print_plan(recipe, derived, sys.stdout if plan_only else sys.stderr)
     rerun = _add_overrides(command, changes)
@@ -138,18 +139,15 @@ def run_recipe(
         run_stages(control, recipe, template, rerun, changes, estimated=estimated, as_json=as_json)
 
 
-def derive_with_estimates(
-    control: Control, recipe: Recipe, template: Template | None, *, check: bool
-) -> tuple[list[dict[str, Any]], dict[str, Estimate]]:
-    """Return the derived values of each stage, with its expected time, and the estimates."""
-    from perilune.cli.train.plan import derive_plans
-
-    derived = derive_plans(recipe, template, check=check)
+def add_estimates(
+    control: Control, recipe: Recipe, template: Template | None, derived: list[dict[str, Any]]
+) -> dict[str, Estimate]:
+    """Estimate each stage, and add its expected time to its derived values."""
     estimated = estimate_locally(control, recipe, template, {})
     for stage in derived:
         if stage["name"] in estimated:
             stage["derived"]["expected"] = str(estimated[stage["name"]])
-    return derived, estimated
+    return estimated
 
 
 def estimate_locally(
