@@ -110,7 +110,7 @@ def test_shell_completes_commands_options_and_runs(control: Control) -> None:
         return ran.stdout.split()
 
     assert {"run", "runs"} <= set(completed("perilune ru"))
-    assert "--experiment" in completed("perilune runs --")
+    assert "--last" in completed("perilune runs --")
     assert "verify" in completed("perilune bundle ")
     assert completed("perilune show fi") == ["first"]
     assert completed("perilune show drills/") == ["drills/first"]

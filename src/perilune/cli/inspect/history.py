@@ -50,7 +50,7 @@ def explain_target(control: Control, target: str) -> tuple[Run, Explanation]:
     with control.store.snapshot() as session:
         run = named if isinstance(named, Run) else find_current_stage_run(session, named.id)
     if run is None:
-        raise RequestError(f"no stage of {target} has started", remedy=f"perilune runs -e {target}")
+        raise RequestError(f"no stage of {target} has started", remedy=f"perilune runs {target}")
     return run, explain_run(control, run.id)
 
 

@@ -12,7 +12,6 @@ from perilune.cli.arguments import Json, RunArgument, format_reason, open_contro
 from perilune.cli.inspect.run_table import describe_doubts, format_interval, print_runs
 from perilune.cli.machines.rented import warn_about_cleanup
 from perilune.cli.output import echo, make_console, print_json, wrap_text, write
-from perilune.errors import RequestError
 
 if TYPE_CHECKING:
     from perilune.control.queries.lookup import StageStatus
@@ -20,14 +19,10 @@ if TYPE_CHECKING:
 
 
 def runs(
-    name: Annotated[
-        str | None, typer.Argument(metavar="[EXPERIMENT]", help="The same as --experiment.")
+    experiment: Annotated[
+        str | None, typer.Argument(help="Only this experiment: name, or first characters of its id.")
     ] = None,
     *,
-    experiment: Annotated[
-        str | None,
-        typer.Option("--experiment", "-e", help="Only this experiment: name, or first characters of its id."),
-    ] = None,
     last: Annotated[
         int, typer.Option("--last", "-n", min=1, help="Number of experiments, the latest first.")
     ] = 20,
@@ -41,9 +36,6 @@ def runs(
     perilune runs quickstart --json
     perilune runs --all
     """
-    if name is not None and experiment is not None:
-        raise RequestError("two experiments are given", where=f"{name}, --experiment {experiment}")
-    experiment = experiment or name
     control = open_control()
     statuses, more = select_runs(control, experiment, None if everything else last)
     if as_json:

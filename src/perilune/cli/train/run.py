@@ -310,7 +310,7 @@ def _detach(
         for purpose, line in (
             ("follow it", command),
             ("wait for its end", f"perilune wait {experiment}"),
-            ("list its runs", f"perilune runs -e {experiment}"),
+            ("list its runs", f"perilune runs {experiment}"),
             ("explain its state", f"perilune explain {first.run_id}"),
             ("stop it", f"perilune cancel {experiment}"),
             *([("read its log", document["log"])] if "log" in document else []),

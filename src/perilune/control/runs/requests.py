@@ -125,7 +125,7 @@ def request_experiment_cancel(control: Control, experiment_id: str) -> list[str]
             raise RequestError(
                 "the experiment is not running",
                 where=f"experiment {experiment.name}",
-                remedy=f"perilune runs -e {experiment_id}",
+                remedy=f"perilune runs {experiment_id}",
             )
         end_submission(session, experiment, "cancelled")
         return [run.id for run in runs if not find_requesting(session, run.id)]
