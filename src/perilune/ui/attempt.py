@@ -143,12 +143,12 @@ class Attempt:
     @property
     def began(self) -> float | None:
         """The time of its claim by a worker, in seconds since the epoch."""
-        return self._modified("runtime/claim.json")
+        return self.modified("runtime/claim.json")
 
     @property
     def ended(self) -> float | None:
         """The time of its verdict, in seconds since the epoch."""
-        return self._modified("runtime/result.json")
+        return self.modified("runtime/result.json")
 
     @property
     def seconds(self) -> float | None:
@@ -220,7 +220,8 @@ class Attempt:
             return self.known_lines[name]
         return [] if self.root is None else self.rows(self.root / name)
 
-    def _modified(self, name: str) -> float | None:
+    def modified(self, name: str) -> float | None:
+        """Return when a file was written, in seconds since the epoch; None without it."""
         path = None if self.root is None else self.root / name
         return path.stat().st_mtime if path is not None and path.exists() else None
 

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from perilune.metrics.health.rules import Evidence, Finding
@@ -61,6 +60,11 @@ def assess_attempt(attempt: Attempt, *, here: bool = True, now: float | None = N
     spec = attempt.spec
     clock = time.time() if now is None else now
     live = attempt.root is not None and not attempt.verdict and attempt.began is not None
+
+    def age(name: str) -> float | None:
+        written = attempt.modified(name) if live and here else None
+        return None if written is None else max(0.0, clock - written)
+
     return assess_health(
         Evidence(
             metrics=Series(attempt.metric_lines[-MAX_JUDGED_STEPS:]),
@@ -68,10 +72,8 @@ def assess_attempt(attempt: Attempt, *, here: bool = True, now: float | None = N
             samples=int(spec.get("samples") or 1),
             oldest=_max_staleness(spec),
             cpu=not (attempt.precheck.get("torch") or {}).get("cuda"),
-            open_seconds=_file_age(attempt.root, "artifacts/timings.jsonl", clock) if live and here else None,
-            silent_seconds=_file_age(attempt.root, "runtime/heartbeat.json", clock)
-            if live and here
-            else None,
+            open_seconds=age("artifacts/timings.jsonl"),
+            silent_seconds=age("runtime/heartbeat.json"),
         )
     )
 
@@ -83,8 +85,3 @@ def _max_staleness(spec: Mapping[str, Any]) -> float | None:
         return float(explicit)
     ahead = (spec.get("asynchronous") or {}).get("staleness")
     return None if ahead is None else 4.0 * (ahead + 1) * int(spec.get("epochs_per_batch") or 1)
-
-
-def _file_age(root: Path | None, name: str, now: float) -> float | None:
-    path = None if root is None else root / name
-    return max(0.0, now - path.stat().st_mtime) if path is not None and path.exists() else None

@@ -11,25 +11,21 @@ from perilune.cli.output import echo, print_json
 from perilune.cli.units import format_size
 from perilune.errors import RequestError
 
-Url = Annotated[str, typer.Argument(metavar="URL", help="Address of the server, with or without /v1.")]
-Base = Annotated[
-    str,
-    typer.Option(
-        metavar="CHECKPOINT",
-        help="Send only the changes from this checkpoint. If the server has other weights, send all.",
-    ),
-]
-TokenEnv = Annotated[
-    str, typer.Option(metavar="NAME", help="Environment variable with the bearer token of the server.")
-]
-
 
 def push(
     checkpoint: CheckpointArgument,
-    url: Url,
+    url: Annotated[str, typer.Argument(metavar="URL", help="Address of the server, with or without /v1.")],
     *,
-    base: Base = "",
-    token_env: TokenEnv = "",
+    base: Annotated[
+        str,
+        typer.Option(
+            metavar="CHECKPOINT",
+            help="Send only the changes from this checkpoint. If the server has other weights, send all.",
+        ),
+    ] = "",
+    token_env: Annotated[
+        str, typer.Option(metavar="NAME", help="Environment variable with the bearer token of the server.")
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Give a running server the weights of a checkpoint, without a restart.

@@ -5,6 +5,7 @@ Both are files beside the database, so rented machines can be found and terminat
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -143,14 +144,7 @@ def cluster_id(home: Home) -> str:
     if not path.exists():
         draft = path.with_name(f".{CLUSTER_FILE}.{new_ulid()}.tmp")
         write_atomic(draft, new_ulid()[-10:].lower())
-        _link_once(draft, path)
-    return path.read_text()
-
-
-def _link_once(draft: Path, path: Path) -> None:
-    try:
-        os.link(draft, path)  # never replaces: of two commands, both get the name of the first
-    except FileExistsError:
-        pass
-    finally:
+        with suppress(FileExistsError):
+            os.link(draft, path)  # never replaces: of two commands, both get the name of the first
         draft.unlink()
+    return path.read_text()

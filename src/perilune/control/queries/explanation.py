@@ -160,7 +160,7 @@ def _explain_queued(
         return _explain_queue_position(control, run, history, turn)
     elif wait > 0:
         why = f"attempt {number} may start in {wait:.0f} s"
-    elif _provider_is_silent(control, run):
+    elif control.reconciler.rentals.newest_epoch(control.reconciler.placements.get(run.id), run) is None:
         why = f"attempt {number} waits for its provider, which does not list its machines"
     else:
         why = (
@@ -174,11 +174,6 @@ def _explain_queued(
         f"the next command that reconciles runs starts attempt {number}",
         ("perilune reconcile", "perilune reconcile --watch", f"perilune wait {run.id}"),
     )
-
-
-def _provider_is_silent(control: Control, run: Run) -> bool:
-    placement = control.reconciler.placements.get(run.id)
-    return control.reconciler.rentals.newest_epoch(placement, run) is None
 
 
 def _explain_queue_position(

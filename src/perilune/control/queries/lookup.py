@@ -349,8 +349,9 @@ def run_document(control: Control, run: Run) -> dict[str, Any]:
         "bundle": str(control.home.bundle(run.id)),
         "directory": str(control.directory(run)),
         "attempts": [
-            {**_columns(attempt), "container": _read_container(control, attempt)}
+            {**_columns(attempt), "container": container and container.model_dump()}
             for attempt in list_attempts(control, run.id)
+            for container in [read_container(control.home.attempt(run.id, attempt.number))]
         ],
         "conditions": conditions,
         "events": [
@@ -379,11 +380,6 @@ def _is_attested(control: Control, run: Run) -> bool:
     path = control.directory(run) / SUMMARY_FILE
     digest = sha256_file(path) if path.is_file() else None
     return digest == manifest_hashes(control.directory(run)).get(SUMMARY_FILE)
-
-
-def _read_container(control: Control, attempt: Attempt) -> dict[str, str] | None:
-    container = read_container(control.home.attempt(attempt.run_id, attempt.number))
-    return None if container is None else container.model_dump()
 
 
 def _columns(row: Run | Attempt) -> dict[str, Any]:

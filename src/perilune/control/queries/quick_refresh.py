@@ -17,10 +17,10 @@ REFRESH_TIMEOUT_S = 3.0  # seconds for all runs on other machines together
 UNREACHABLE_TIMEOUT_S = 1.0  # seconds for those that were unreachable the last time
 
 
-def quick_refresh(reconciler: Reconciler, seconds: float = REFRESH_TIMEOUT_S) -> list[Run]:
+def quick_refresh(reconciler: Reconciler) -> list[Run]:
     """Observe every live run and finish those that have ended; start nothing.
 
-    Runs on this machine are always refreshed. Other machines and providers get `seconds`, or less if they
+    Runs on this machine are always refreshed. Other machines and providers get a few seconds, or less if they
     were unreachable the last time. Unfinished work continues in threads that die with the process, which is
     as safe as a kill. If a daemon runs, it keeps remote runs up to date, so they are not refreshed here.
 
@@ -39,8 +39,8 @@ def quick_refresh(reconciler: Reconciler, seconds: float = REFRESH_TIMEOUT_S) ->
         run_id: in_background(partial(reconciler.reconcile, run_id, act=False), slots)
         for run_id in hidden + far
     }
-    wait_until(began + min(seconds, UNREACHABLE_TIMEOUT_S), *(looks.pop(run_id) for run_id in hidden))
-    wait_until(began + seconds, *looks.values(), cleanup)
+    wait_until(began + UNREACHABLE_TIMEOUT_S, *(looks.pop(run_id) for run_id in hidden))
+    wait_until(began + REFRESH_TIMEOUT_S, *looks.values(), cleanup)
     return [reconciler.run(run_id) for run_id, look in looks.items() if not look.done()]
 
 

@@ -14,11 +14,20 @@ from sqlalchemy.orm import Session
 
 from perilune.bundle.storage import new_folder
 from perilune.control.machines.providers import CLUSTER_FILE, cluster_id
-from perilune.control.record.database import SNAPSHOT_OPTIONS, Postgres, Sqlite, open_database
+from perilune.control.record.database import SNAPSHOT_OPTIONS, Sqlite, open_database
 from perilune.control.record.home import BUILDING_FILE, RESERVE_FILE, Home
 from perilune.control.record.identity import ADOPTED_FILE, INHERITED_FILE, Inherited, inherit
 from perilune.control.record.migrations import LATEST
-from perilune.control.record.store import Attempt, Base, Experiment, Machine, Run, Store, record_event
+from perilune.control.record.store import (
+    Attempt,
+    Base,
+    Experiment,
+    Machine,
+    Run,
+    Store,
+    create_tables,
+    record_event,
+)
 from perilune.control.record.transitions import Cleanup
 from perilune.control.runs.current_submission import LIVE_STATES, end_submission
 from perilune.errors import RequestError
@@ -52,7 +61,7 @@ def back_up(store: Store, home: Home, destination: Path, *, evidence: bool = Fal
         copy = Sqlite(Home(building))
         try:
             with store.snapshot() as session, copy.engine.begin() as written:
-                _create_tables(copy, written)
+                create_tables(copy, written)
                 _copy_tables(session.connection(), written)
         finally:
             copy.engine.dispose()
@@ -104,7 +113,9 @@ def _fill_home(copy: Sqlite, home: Home) -> Inherited:
         database = open_database(home)
         try:
             with database.engine.begin() as written:
-                _create_tables(database, written)
+                if database.schema(written):
+                    raise RequestError("the database has tables already", where=database.where)
+                create_tables(database, written)
                 _copy_tables(source, written)
                 with Session(written) as session:
                     for experiment in session.scalars(select(Experiment).where(Experiment.requested)):
@@ -130,14 +141,6 @@ def _clear_new_home(root: Path) -> None:
                 where=str(root),
                 remedy="restore to a folder that does not exist: PERILUNE_HOME=NEW perilune restore",
             ) from None
-
-
-def _create_tables(database: Sqlite | Postgres, connection: Connection) -> None:
-    if database.schema(connection):
-        raise RequestError("the database has tables already", where=database.where)
-    Base.metadata.create_all(connection)
-    database.protect(connection)
-    database.set_schema(connection, LATEST)
 
 
 def _copy_tables(source: Connection, target: Connection) -> None:

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
-from sqlalchemy import JSON, Float, ForeignKey, ForeignKeyConstraint, Select, false, select, text
+from sqlalchemy import JSON, Connection, Float, ForeignKey, ForeignKeyConstraint, Select, false, select, text
 from sqlalchemy import Row as SqlRow
 from sqlalchemy.exc import DatabaseError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, validates
 
-from perilune.control.record.database import SNAPSHOT_OPTIONS, open_database
+from perilune.control.record.database import SNAPSHOT_OPTIONS, Postgres, Sqlite, open_database
 from perilune.control.record.home import Home
 from perilune.control.record.migrations import LATEST
 from perilune.control.record.transitions import (
@@ -232,9 +232,7 @@ class Store:
             connection = session.connection()
             schema = self.database.schema(connection)
             if schema == 0:
-                Base.metadata.create_all(connection)
-                self.database.protect(connection)
-                self.database.set_schema(connection, LATEST)
+                create_tables(self.database, connection)
             elif backup := self.database.migrate(connection):
                 record_event(session, "store.migrated", found=schema, now=LATEST, backup=backup)
 
@@ -270,6 +268,13 @@ class Store:
 
     def close(self) -> None:
         self.engine.dispose()
+
+
+def create_tables(database: Sqlite | Postgres, connection: Connection) -> None:
+    """Create all tables in the latest schema, in the caller's transaction."""
+    Base.metadata.create_all(connection)
+    database.protect(connection)
+    database.set_schema(connection, LATEST)
 
 
 def record_event(

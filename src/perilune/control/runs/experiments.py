@@ -282,15 +282,7 @@ def follow_run(
         progress = read_progress(directory)
         if progress is not None and progress != last_progress:
             last_progress = progress
-            yield StageProgress(
-                name,
-                run_id,
-                attempt,
-                int(progress["done"]),
-                int(progress["total"]),
-                str(progress["unit"]),
-                progress["figures"],
-            )
+            yield StageProgress.of(name, run_id, attempt, progress)
         if look is None and RunState(run.state).is_terminal:
             yield _final_event(control, run, name)
             return

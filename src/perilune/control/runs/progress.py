@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.execution.verdict import Cause
@@ -40,6 +40,12 @@ class StageProgress(StageEvent):
     total: int
     unit: str
     figures: Mapping[str, float]
+
+    @classmethod
+    def of(cls, stage: str, run_id: str, attempt: int, progress: Mapping[str, Any]) -> Self:
+        """Return the event for what `read_progress` read."""
+        done, total, unit = int(progress["done"]), int(progress["total"]), str(progress["unit"])
+        return cls(stage, run_id, attempt, done, total, unit, progress["figures"])
 
 
 @dataclass(frozen=True, slots=True)

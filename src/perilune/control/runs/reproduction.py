@@ -84,6 +84,5 @@ def _follow(worker: subprocess.Popen[bytes], attempt: Path, stage: str, run_id: 
         progress = read_progress(attempt)
         if progress is not None and progress != last_progress:
             last_progress = progress
-            done, total, unit = int(progress["done"]), int(progress["total"]), str(progress["unit"])
-            yield StageProgress(stage, run_id, 1, done, total, unit, progress["figures"])
+            yield StageProgress.of(stage, run_id, 1, progress)
         time.sleep(POLL_INTERVAL_S)
