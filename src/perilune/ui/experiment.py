@@ -1,7 +1,6 @@
 """Views of the experiments and runs of a home, or of a folder. Everything is read; nothing is changed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -63,27 +62,20 @@ def view_experiment(control: Control, experiment_id: str, statuses: Sequence[Sta
     stages = tuple(view_stage(control, status) for status in statuses)
     placed = tuple(attempt_uses(control, [status.run_id for status in statuses if status.run_id]))
     try:
-        recipe = _read_recipe(control.home.experiment(experiment_id) / "recipe.json")
+        name, seed, text, declared = _read_recipe(control.home.experiment(experiment_id) / "recipe.json")
     except RequestError as error:
         return ExperimentView(statuses[0].experiment, derive_seed(stages), f"# {error}\n", stages, placed)
-    return ExperimentView(recipe.name, recipe.seed, recipe.text, stages, placed, recipe.declared)
-
-
-@dataclass(frozen=True)
-class _Recipe:
-    name: str
-    seed: int
-    text: str
-    declared: dict[str, dict[str, Any]]
+    return ExperimentView(name, seed, text, stages, placed, declared)
 
 
 @lru_cache(maxsize=64)  # a recipe never changes, and a page asks for it all the time
-def _read_recipe(path: Path) -> _Recipe:
+def _read_recipe(path: Path) -> tuple[str, int, str, dict[str, dict[str, Any]]]:
+    """Return the name and the seed of a recipe, its YAML, and the settings of its stages by name."""
     document = read_json(path)
     try:
         declared = {stage["name"]: dict(stage["spec"]) for stage in document["stages"]}
         text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
-        return _Recipe(str(document["name"]), int(document["seed"]), text, declared)
+        return str(document["name"]), int(document["seed"]), text, declared
     except (KeyError, TypeError, ValueError, AttributeError):
         raise RequestError("not the recipe of an experiment", where=str(path)) from None
 

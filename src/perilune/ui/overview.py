@@ -215,8 +215,8 @@ def list_facts(view: ExperimentView, attempts: Sequence[Attempt], provenance: Pr
     costs = [attempt.cost for attempt in view.placed if attempt.cost is not None]
     if costs:
         facts.append(("Cost", f"{sum(costs):.4f}", f"of rented machines, {len(costs)} attempts"))
-    if date := start_date(attempts):
-        day, _, clock = date.partition(", ")
+    if times := [attempt.began for attempt in attempts if attempt.began is not None]:
+        day, _, clock = format_day(min(times)).partition(", ")
         facts.append(("Date", day, clock))
     facts.append(("Seed", str(view.seed), ""))
     return facts
@@ -234,12 +234,6 @@ def format_duration(seconds: float) -> str:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def start_date(attempts: Sequence[Attempt]) -> str:
-    """Return the start of the first attempt, or ""."""
-    times = [attempt.began for attempt in attempts if attempt.began is not None]
-    return format_day(min(times)) if times else ""
 
 
 def format_day(moment: float) -> str:

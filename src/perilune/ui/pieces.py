@@ -41,12 +41,8 @@ class Vocabulary:
         alone = [self.alone(token) for token in token_ids]
         if self._joined(alone) == text:
             return list(alone)
-        together = self._together(token_ids)
+        together = self.loose(token_ids)
         return together if self._joined(together) == text else None
-
-    def loose(self, token_ids: Sequence[int]) -> list[Piece]:
-        """Return one piece for each token, without a text to join to."""
-        return self._together(token_ids)
 
     def alone(self, token: int) -> int:
         if token not in self._index:
@@ -56,8 +52,8 @@ class Vocabulary:
             self.table.append((text or "", is_special))
         return self._index[token]
 
-    def _together(self, token_ids: Sequence[int]) -> list[Piece]:
-        """Return pieces of tokens with parts of characters: the last token of a character has its text."""
+    def loose(self, token_ids: Sequence[int]) -> list[Piece]:
+        """Return one piece for each token, without a text to join to. A character stands at its last token."""
         pieces: list[Piece] = []
         pending: list[int] = []
         for token in token_ids:

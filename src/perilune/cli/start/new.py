@@ -19,7 +19,7 @@ from perilune.recipe.source import parse_yaml
 
 Task = Literal["sft", "rl", "preference"]
 
-TEACHERS = {"calculator": "calculator", "open_spiel": "open_spiel", "planning": "planning", "tools": "tools"}
+OWN_TEACHERS = ("calculator", "open_spiel", "planning", "tools")  # environments with a teacher of their name
 PRESETS = get_args(Preset)
 
 TEMPLATE = """\
@@ -201,7 +201,7 @@ def _render_recipe(name: str, model: str, environment: dict[str, Any], parts: tu
     if rewards:
         section += f"rewards: {json.dumps(rewards)}\n"
     body = BEFORE_STAGE + stages + AFTER_STAGE if environment else stages
-    teacher = TEACHERS.get(environment.get("id", ""), "gold")
+    teacher = environment["id"] if environment.get("id") in OWN_TEACHERS else "gold"
     body = body.replace("TEACHER", teacher).replace("TRAINED", trained)
     return TEMPLATE.format(name=name, title=title, model=source, environment=section) + body
 

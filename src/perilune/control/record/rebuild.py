@@ -17,11 +17,10 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from perilune.bundle.attested import RESULT_STATEMENT
 from perilune.bundle.digest import recorded_digest
 from perilune.bundle.envelope import PUBLIC, verify_statement
 from perilune.control.evidence.attempt_evidence import find_evidence_problem
-from perilune.control.evidence.attestation import ATTESTATIONS_FOLDER, removed_artifacts
+from perilune.control.evidence.attestation import evidence_paths, removed_artifacts
 from perilune.control.evidence.verification import find_damage, find_unrecorded_runs
 from perilune.control.record.database import URL_VARIABLE
 from perilune.control.record.home import Home, has_daemon
@@ -213,7 +212,7 @@ def _read_verdict(home: Home, run_id: str, number: int) -> Verdict | None:
 
 def _is_committed(home: Home, run: Run, number: int, verdict: Verdict) -> bool:
     """Return whether the result was accepted: it is signed and its evidence is intact."""
-    statement = home.run(run.id) / ATTESTATIONS_FOLDER / str(number) / RESULT_STATEMENT
+    statement = evidence_paths(home, run.id, number).result
     if not verdict.succeeded or not statement.exists():
         return False
     try:

@@ -84,8 +84,10 @@ def remove_experiment(control: Control, experiment_id: str) -> Removal:
                 raise RequestError(what, where=removal.experiment.name, remedy=remedy)
             _delete_rows(session, removal)
         kill_point("remove.recorded")
-        for run_id, heir in removal.kept.items():
-            _write_heir(home, run_id, heir)
+        for run_id, heir in removal.kept.items():  # for `perilune rebuild`
+            path = home.run(run_id) / SUBMISSION_FILE
+            if path.exists():
+                write_json(path, {**read_json(path), "experiment": heir})
         for run in removal.runs:
             home.discard(home.run(run.id))
         home.discard(home.experiment(experiment_id))
@@ -176,10 +178,3 @@ def _delete_rows(session: Session, removal: Removal) -> None:
         session.execute(delete(table).where(table.run_id.in_(ids)))
     session.execute(delete(Run).where(Run.id.in_(ids)))
     session.execute(delete(Experiment).where(Experiment.id == experiment.id))
-
-
-def _write_heir(home: Home, run_id: str, heir: str) -> None:
-    """Write the run's new experiment to the file that `perilune rebuild` reads."""
-    path = home.run(run_id) / SUBMISSION_FILE
-    if path.exists():
-        write_json(path, {**read_json(path), "experiment": heir})
