@@ -36,7 +36,6 @@ from perilune.ui.overview import (
     UNFINISHED_STATES,
     Fact,
     Notice,
-    Placement,
     Stage,
     describe_machine,
     describe_results,
@@ -109,7 +108,7 @@ class ReportData:
     times: list[Figure]
     hardware: Hardware | None
     machine_sentence: str
-    placements: list[Placement]
+    placements: list[dict[str, Any]]
     provenance: Provenance
     footer: str
     library: EpisodeLibrary

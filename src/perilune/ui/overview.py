@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from perilune.ui.attempt import Attempt
@@ -36,29 +36,6 @@ class Stage:
     summary: str
     spec: str
     log: str
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """One attempt of a stage: where it ran, for how long, and what that has cost.
-
-    Attributes:
-        placement: as in the template, with the host or the kind of machine.
-        machines: number of machines that were rented for it.
-        price: of these machines together per hour.
-        seconds: from the decision to start it to its end, or until now.
-        cost: so far; None if nothing was rented.
-    """
-
-    stage: str
-    attempt: int
-    placement: str
-    machines: int
-    state: str
-    cause: str
-    seconds: float
-    price: float
-    cost: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,24 +83,21 @@ def describe_stage(
     )
 
 
-def list_placements(view: ExperimentView) -> list[Placement]:
-    """Return all attempts in the order of their stages; none if every stage ran here at the first try."""
+def list_placements(view: ExperimentView) -> list[dict[str, Any]]:
+    """Return all attempts in the order of their stages; none if every stage ran here at the first try.
+
+    The fields are those of `AttemptUse`, with the name of the stage and the seconds until its end, or so far.
+    """
     names = {stage.run_id: stage.name for stage in view.stages}
     order = list(names)
     if all(attempt.number == 1 and attempt.placement == "local" for attempt in view.placed):
         return []
     return [
-        Placement(
-            stage=names[attempt.run_id],
-            attempt=attempt.number,
-            placement=attempt.placement,
-            machines=attempt.machines,
-            state=attempt.state,
-            cause=attempt.cause,
-            seconds=max(0.0, (attempt.ended or time.time()) - attempt.began),
-            price=attempt.price,
-            cost=attempt.cost,
-        )
+        asdict(attempt)
+        | {
+            "stage": names[attempt.run_id],
+            "seconds": max(0.0, (attempt.ended or time.time()) - attempt.began),
+        }
         for attempt in sorted(view.placed, key=lambda attempt: (order.index(attempt.run_id), attempt.number))
     ]
 

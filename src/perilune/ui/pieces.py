@@ -53,7 +53,7 @@ class Vocabulary:
         return self._index[token]
 
     def loose(self, token_ids: Sequence[int]) -> list[Piece]:
-        """Return one piece for each token, without a text to join to. A character stands at its last token."""
+        """Return one piece for each token, without a text to join to. A character is at its last token."""
         pieces: list[Piece] = []
         pending: list[int] = []
         for token in token_ids:

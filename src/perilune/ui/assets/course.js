@@ -190,7 +190,7 @@ function time() {
 // Where each attempt ran and what it has cost.
 function machines() {
   const columns = [
-    ["Stage", row => [row.stage, h("small", `attempt ${row.attempt}`)], "header"],
+    ["Stage", row => [row.stage, h("small", `attempt ${row.number}`)], "header"],
     ["Where", row => [row.placement, row.machines > 1 && h("small", `${row.machines} machines`)], "text"],
     ["Outcome", row => [row.state, h("small", row.cause)], "text"],
     ["Time", row => Format.seconds(row.seconds)],
