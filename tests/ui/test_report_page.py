@@ -50,9 +50,7 @@ def test_content_security_policy_lists_hashes_of_scripts_and_style(page: str) ->
 def test_hostile_text_stays_inside_json_block(experiment: ExperimentView) -> None:
     data = collect_report(experiment)
     page = render_report(
-        replace(
-            data, headline=Headline(HOSTILE, (HOSTILE,)), experiment=replace(data.experiment, name=HOSTILE)
-        )
+        replace(data, headline=Headline(HOSTILE, (HOSTILE,)), experiment={**data.experiment, "name": HOSTILE})
     )
     assert "window.broken = 1</script>" not in page
     assert "<img" not in page
