@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from perilune.engine.native_runner import NativeRunner
@@ -176,6 +177,7 @@ LEFT_TO_TORCH = {
     "glm4_moe", "qwen2_moe", "phi3", "granite", "gemma2", "deepseek_v2", "deepseek_v3",
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
 }  # fmt: skip
+MIXTURES = [kind for kind in FAMILIES if "moe" in kind or kind in {"mixtral", "deepseek_v3", "qwen3_next"}]
 CASES = [(kind, seed) for kind in FAMILIES for seed in range(2)]
 
 
@@ -231,6 +233,26 @@ def test_logits_gradients_and_checkpoints_of_family_match_transformers(
     assert all(torch.equal(tensor, state[name]) for name, tensor in read.state_dict().items())
     with torch.no_grad():
         torch.testing.assert_close(read(tokens, use_cache=False).logits, expected, rtol=1e-4, atol=rounding)
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_packed_experts_load_as_separate_ones(kind: str, tmp_path: Path) -> None:
+    theirs = random_model(kind, 0)
+    for name, separate in (("packed", False), ("separate", True)):
+        theirs.save_pretrained(tmp_path / name, save_original_format=separate)
+    with safe_open(tmp_path / "packed" / "model.safetensors", framework="pt") as file:
+        assert any(name.endswith("mlp.experts.gate_up_proj") for name in file.keys())  # noqa: SIM118
+    packed = load_decoder(tmp_path / "packed")
+    state = packed.state_dict()
+    assert all(
+        torch.equal(tensor, state[name])
+        for name, tensor in load_decoder(tmp_path / "separate").state_dict().items()
+    )
+    if kind == "qwen3_5_moe_text":
+        tokens = torch.randint(VOCABULARY, (2, LENGTH))
+        expected = theirs(tokens, use_cache=False).logits.log_softmax(-1)
+        actual = learner_logits(packed, tokens).log_softmax(-1)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=2e-5)
 
 
 def norm(gradients: Sequence[Tensor | None]) -> float:

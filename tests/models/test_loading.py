@@ -218,6 +218,14 @@ def test_missing_experts_are_rejected_before_allocation(folder: Path) -> None:
         load_decoder(folder)
 
 
+def test_packed_experts_of_another_count_are_rejected_before_allocation(folder: Path) -> None:
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    edit_json(folder / "config.json", model_type="qwen3_moe", num_experts=10**9, moe_intermediate_size=2)
+    edit_tensors(folder, lambda tensors: tensors.update({name: torch.zeros(3, 4, 64)}))
+    with pytest.raises(RequestError, match=r"shape \[3, 4, 64\], but config.json requires \[1000000000, 4,"):
+        load_decoder(folder)
+
+
 def test_unsupported_architecture_error_lists_supported_ones(folder: Path) -> None:
     edit_json(folder / "config.json", model_type="gpt_neox")
     with pytest.raises(RequestError, match="'gpt_neox', which Perilune's decoder does not compute") as caught:

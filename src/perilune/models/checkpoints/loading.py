@@ -18,6 +18,7 @@ from perilune.errors import RequestError
 from perilune.files import fsync_directory, write_json
 from perilune.models.adapters.lora import BaseKind, base_kinds, convert_matrix, install_merged_projections
 from perilune.models.checkpoints.folder import WEIGHTS, CheckpointFolder
+from perilune.models.checkpoints.packed import unpack_experts
 from perilune.models.checkpoints.quantized import unquantized_tensors
 from perilune.models.checkpoints.tensors import StoredTensor, read_tensors
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
@@ -188,7 +189,7 @@ def check_headers(kind: type[Decoder], path: Path) -> tuple[DecoderConfig, dict[
     """
     folder = CheckpointFolder(Path(path))
     config, read = _read_config(folder)
-    stored = _drop_mtp(unquantized_tensors(folder), config, read)
+    stored = unpack_experts(_drop_mtp(unquantized_tensors(folder), config, read), config)
     _check_counts(config, stored, path)
     with torch.device("meta"):
         shapes = {name: tuple(t.shape) for name, t in kind(config).state_dict().items()}
