@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from perilune.cli.data.records import app
 from perilune.data.chat_format import from_openai, from_sharegpt, to_openai, to_sharegpt
 from perilune.data.conversion import ImportDefaults, convert_files
-from perilune.data.records import Provenance, TraceRecord, read_records, write_records
+from perilune.data.records import Provenance, TraceRecord, read_records, to_row, write_records
 from perilune.errors import RequestError
 
 JSON = st.recursive(
@@ -207,24 +207,52 @@ def test_convert_files_lists_rejected_rows_with_file_line_and_reason(tmp_path):
         unfinished,
         {"digest": "0"},
         {"messages": [], "conversations": []},
+        {**fine, "details": ["x"]},
+        {"conversations": [{"from": ["gpt"], "value": "4"}]},
+        {**fine, "score": 10**400},
+        {**to_row(RECORDS[0]), "messages": [{"role": ["user"], "content": "x"}]},
     ]
-    path.write_text("\n".join([*map(json.dumps, rows), '{"messages": [', "[" * 100_000]) + "\n")
+    text = "\n".join([*map(json.dumps, rows), '{"messages": [', "[" * 100_000]) + "\n"
+    path.write_text(text, encoding="utf-8-sig")
     report = convert_files([path], "records", tmp_path / "out.jsonl", ImportDefaults(score=1.0))
     (record,) = read_records(tmp_path / "out.jsonl")
     assert (record.environment, record.source, record.score, record.details) == (
         "chat", "imported", 1.0, {"lang": "en"},
     )  # fmt: skip
     aside = [json.loads(line) for line in (tmp_path / "out.rejected.jsonl").read_text().splitlines()]
-    assert [row["line"] for row in aside] == [2, 3, 4, 5, 6, 7, 8]
+    assert [row["line"] for row in aside] == list(range(2, 13))
     assert {row["file"] for row in aside} == {str(path)}
     reasons = [row["reason"] for row in aside]
-    assert "does not end with the assistant" in reasons[2] and "not valid JSON" in reasons[5]
-    assert report["read"] == 8 and report["written"] == 1 and sum(report["rejected"].values()) == 7
+    assert "does not end with the assistant" in reasons[2] and "not valid JSON" in reasons[9]
+    assert reasons[5:9] == [
+        "field 'details' is not an object",
+        "conversations[0] is from ['gpt']",
+        "field 'score' is not a finite number",
+        "field 'messages[0]': role must be one of assistant, system, tool, user, and content text",
+    ]
+    assert report["read"] == 12 and report["written"] == 1 and sum(report["rejected"].values()) == 11
     report = convert_files([path], "records", tmp_path / "out.jsonl")
-    assert (
-        report["written"] == 0
-        and "the row has no score, and no default score was given" in report["rejected"]
-    )
+    assert report["written"] == 0 and "the row has no score; set one with --score" in report["rejected"]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "error"),
+    [
+        ("a.json", b'[{"messages": []}]', "a JSON list"),
+        ("a.csv", b"prompt,completion\n", "a CSV file"),
+        ("a.gz", b"\x1f\x8b", "compressed"),
+        ("a", b"\xff\xfe{\0", "UTF-16"),
+        ("absent", None, "no file absent"),
+    ],
+)
+def test_convert_and_filter_refuse_files_of_other_formats(tmp_path, name, data, error):
+    if data is not None:
+        (tmp_path / name).write_bytes(data)
+    for command in ("convert", "filter"):
+        options = [str(tmp_path / "out/x"), *(["--to", "openai"] if command == "convert" else [])]
+        result = CliRunner().invoke(app, [command, str(tmp_path / name), "--out", *options])
+        assert isinstance(result.exception, RequestError) and error in str(result.exception)
+        assert not (tmp_path / "out").exists()
 
 
 def test_convert_files_reports_at_most_100_reasons(tmp_path):

@@ -63,8 +63,27 @@ def test_filter_keeps_invalid_lines_in_rejected_file_and_continues(tmp_path):
     assert rows[4]["row"] == changed.decode() and "changed" in rows[4]["detail"]
 
 
+def test_filter_command_names_first_broken_row(tmp_path):
+    chat = b'{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}\n'
+    write_records(tmp_path / "in.jsonl", [record("fine")])
+    data = b"\xef\xbb\xbf" + (tmp_path / "in.jsonl").read_bytes() + chat
+    (tmp_path / "in.jsonl").write_bytes(data)
+    command = ["filter", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert "2 records read, 1 kept" in result.output
+    assert f"{tmp_path / 'in.jsonl'}:2: the row is a conversation" in result.output
+    assert "perilune data convert" in result.output
+
+
+@pytest.mark.parametrize("bound", ["nan", "inf"])
+def test_filter_refuses_score_that_is_not_finite(tmp_path, bound):
+    write_records(tmp_path / "in.jsonl", [record("fine")])
+    command = ["filter", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out"), "--min-score", bound]
+    assert "finite number" in str(CliRunner().invoke(app, command).exception)
+
+
 def test_filter_rejects_line_above_length_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr("perilune.data.stream.MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr("perilune.data.lines.MAX_LINE_BYTES", 1000)
     write_records(tmp_path / "good.jsonl", [record("fine")])
     good = (tmp_path / "good.jsonl").read_bytes()
     (tmp_path / "in.jsonl").write_bytes(b"x" * 5000 + b"\n" + good)

@@ -83,7 +83,7 @@ def test_read_records_names_missing_field_invalid_json_and_missing_file(tmp_path
     with pytest.raises(RequestError, match="'source' is missing") as caught:
         read_records(path)
     assert caught.value.where == f"{path}:1"
-    for broken in ('{"messages": [', "[1]", "\udcff".encode(errors="surrogatepass").decode("latin1")):
+    for broken in ('{"messages": [', "1", "\udcff".encode(errors="surrogatepass").decode("latin1")):
         path.write_text(broken + "\n")
         with pytest.raises(RequestError) as caught:
             read_records(path)

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from perilune.data.lines import MAX_LINE_BYTES, read_lines
 from perilune.data.sources import find_source, read_first_row, read_rows
-from perilune.data.stream import MAX_LINE_BYTES, stream_bytes
 from perilune.errors import RequestError
 from perilune.files import write_json
 
@@ -94,6 +94,7 @@ PAIRS = [{"prompt": f'{n} "and"\nmore, é', "completion": str(n), "note": ""} fo
 def test_read_rows_reads_csv_columns_from_header(delimiter: str, tmp_path: Path) -> None:
     path = tmp_path / "pairs.csv"
     with path.open("w", encoding="utf-8-sig", newline="") as file:
+        file.write("\n")
         writer = csv.DictWriter(file, PAIRS[0], delimiter=delimiter)
         writer.writeheader()
         writer.writerows(PAIRS)
@@ -109,7 +110,6 @@ def test_read_rows_reads_csv_columns_from_header(delimiter: str, tmp_path: Path)
     [
         (b"prompt,completion\na,b\nc\n", "1 values for 2 columns", 2),
         (b'prompt,completion\na,"b\n', "unexpected end of data", 1),
-        (b"prompt,completion\na,\xff\n", "can't decode", 1),
         (b"prompt,completion\na," + b"b" * (17 << 20), "larger than field limit", 1),
         (b"prompt,prompt\na,b\n", "two columns have the same name", 1),
     ],
@@ -135,6 +135,14 @@ def test_read_rows_rejects_csv_without_known_column(header: str, tmp_path: Path)
         list(read_rows(path))
 
 
+def test_read_rows_says_how_to_convert_csv_in_other_encoding(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.csv"
+    path.write_bytes("prompt,completion\ncaf\u00e9,b\n".encode("cp1252"))
+    with pytest.raises(RequestError, match="not UTF-8 text") as caught:
+        list(read_rows(path))
+    assert caught.value.where == str(path) and "iconv" in caught.value.remedy
+
+
 @pytest.mark.parametrize(
     ("data", "error"),
     [
@@ -149,10 +157,10 @@ def test_read_rows_rejects_compressed_and_utf16_files(data: bytes, error: str, t
     assert caught.value.remedy
 
 
-def test_stream_bytes_keeps_line_after_too_long_line(tmp_path: Path) -> None:
+def test_read_lines_keeps_line_after_too_long_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"a" * MAX_LINE_BYTES + b'\n{"text": "b"}\n')
-    assert [(number, bool(problem)) for number, _, problem in stream_bytes(path)] == [(1, True), (2, False)]
+    assert [(number, bool(problem)) for number, _, _, problem in read_lines(path)] == [(1, True), (2, False)]
 
 
 def test_read_rows_uses_training_files_of_folder(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def row(**value: Any) -> Row:
             {"messages": [{"role": "developer", "content": [{"type": "text", "text": "x"}]}, USER, SAID]},
             Conversation(({"role": "system", "content": "x"}, USER), (SAID,)),
         ),
+        ({"messages": json.dumps([USER, SAID])}, Conversation((USER,), (SAID,))),
         (
             {"messages": [USER, SAID], "tools": json.dumps([TOOL]), "chat_template_kwargs": {"think": False}},
             Conversation((USER,), (SAID,), {"think": False, "tools": [TOOL]}),
@@ -68,6 +69,7 @@ def test_demonstration_normalizes_tool_calls() -> None:
         ({"messages": []}, "'messages' is not a list of messages"),
         ({"messages": "hello"}, "'messages' is not a list of messages"),
         ({"messages": [USER, "4"]}, "messages[1] is not a message"),
+        ({"conversations": [{"from": ["gpt"], "value": "4"}]}, "conversations[0] is from ['gpt']"),
         ({"messages": [USER]}, "no message of the assistant"),
         ({"messages": [{"role": "boss", "content": "x"}, SAID]}, "messages[0] has the role 'boss'"),
         ({"messages": [{"role": "user"}, SAID]}, "messages[0] has no content"),

@@ -122,8 +122,9 @@ def from_sharegpt(conversations: Any) -> list[Message]:
             call = _parse_object(turn["value"], where)
             converted.append({"role": "assistant", "content": _join_calls("", [_render_call(call, where)])})
             continue
-        _require(turn.get("from") in _ROLES_BY_SHAREGPT_NAME, f"{where} is from {turn.get('from')!r}")
-        converted.append({"role": _ROLES_BY_SHAREGPT_NAME[turn["from"]], "content": turn["value"]})
+        role = _ROLES_BY_SHAREGPT_NAME.get(str(turn.get("from")))
+        _require(role is not None, f"{where} is from {turn.get('from')!r}")
+        converted.append({"role": str(role), "content": turn["value"]})
     return converted
 
 

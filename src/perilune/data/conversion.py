@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from perilune.data.chat_format import from_openai, from_sharegpt, to_openai, to_sharegpt
+from perilune.data.lines import check_file, read_lines
 from perilune.data.records import TraceRecord, parse_provenance, parse_record, records_file, to_row
-from perilune.data.stream import stream_bytes
 from perilune.errors import RequestError
-from perilune.files import canonical_json, fsync_directory, parse_strict_json, sha256_bytes
+from perilune.files import canonical_json, finite_number, fsync_directory, parse_strict_json, sha256_bytes
 
 Format = Literal["records", "openai", "sharegpt"]
 FORMATS: tuple[Format, ...] = ("records", "openai", "sharegpt")
@@ -44,15 +44,18 @@ def convert_files(
         The number of rows read, written, and rejected by reason.
 
     Raises:
-        RequestError: when a file cannot be read.
+        RequestError: when a file cannot be read, or is no JSON Lines file.
     """
+    files = list(map(records_file, inputs))
+    for path in files:
+        check_file(path)
     rejects = out.with_name(f"{out.stem}.rejected{out.suffix}")
     out.parent.mkdir(parents=True, exist_ok=True)
     counts: Counter[str] = Counter()
     partial = {path: path.with_name(path.name + ".partial") for path in (out, rejects)}
     with partial[out].open("wb") as kept, partial[rejects].open("wb") as rejected:
-        for path in map(records_file, inputs):
-            for number, raw, problem in stream_bytes(path):
+        for path in files:
+            for number, _, raw, problem in read_lines(path):
                 record, reason = (None, problem) if problem else _read_row(raw, defaults)
                 if record is not None:
                     counts["written"] += 1
@@ -62,9 +65,9 @@ def convert_files(
                 row = {"file": str(path), "line": number, "reason": reason}
                 excerpt = raw[:MAX_ROW_CHARACTERS].decode(errors="replace")
                 rejected.write(canonical_json({**row, "row": excerpt}) + b"\n")
-        for file in (kept, rejected):
-            file.flush()
-            os.fsync(file.fileno())
+        for output in (kept, rejected):
+            output.flush()
+            os.fsync(output.fileno())
     for path in (rejects, out):
         partial[path].replace(path)
     fsync_directory(out.parent)
@@ -95,7 +98,9 @@ def _import_row(row: Any, defaults: ImportDefaults) -> TraceRecord:
     messages = from_sharegpt(row.pop("conversations")) if shared else from_openai(row.pop("messages"))
     first = next((index for index, message in enumerate(messages) if message["role"] == "assistant"), 0)
     digest = sha256_bytes(canonical_json(messages[:first]))[:32]
-    provenance = row.pop("provenance", None)
+    provenance, details = row.pop("provenance", None), row.pop("details", None) or {}
+    if not isinstance(details, dict):
+        raise RequestError("field 'details' is not an object")
     record = TraceRecord(
         messages,
         environment=row.pop("environment", defaults.environment),
@@ -104,17 +109,17 @@ def _import_row(row: Any, defaults: ImportDefaults) -> TraceRecord:
         source=row.pop("source", defaults.source),
         seed=row.pop("seed", 0),
         provenance=None if provenance is None else parse_provenance(provenance),
-        details=(row.pop("details", None) or {}) | row or None,
+        details=details | row or None,
     )
     return parse_record(canonical_json(to_row(record)), "")
 
 
 def _read_score(value: Any) -> float:
     if value is None:
-        raise RequestError("the row has no score, and no default score was given")
-    if type(value) not in (int, float):
-        raise RequestError("field 'score' is not a number")
-    return float(value)
+        raise RequestError("the row has no score; set one with --score")
+    if (score := finite_number(value)) is None:
+        raise RequestError("field 'score' is not a finite number")
+    return score
 
 
 def _to_format(record: TraceRecord, to: Format) -> Mapping[str, Any]:

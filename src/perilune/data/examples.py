@@ -159,6 +159,8 @@ def _make_conversation(
 def _read_messages(value: Mapping[str, Any], name: str, place: str) -> tuple[Message, ...]:
     """Return the messages of a column, with text as content and tool calls in one form."""
     messages = value[name]
+    if isinstance(messages, str):  # as in a CSV file
+        messages = _parse_json(messages)
     if not isinstance(messages, list) or not messages:
         raise RequestError(f"column '{name}' is not a list of messages", where=place)
     try:

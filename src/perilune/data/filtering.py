@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from pydantic import Field
 
+from perilune.data.lines import check_file
 from perilune.data.record_index import RecordIndex
 from perilune.data.records import TraceRecord, is_validation, records_file
 from perilune.data.similarity import Contamination, detect_language, minhash_signature
@@ -31,7 +32,7 @@ Progress = Callable[[int, int, Mapping[str, float]], None]
 class FilterSettings(Frozen):
     """Conditions that a record must meet."""
 
-    min_score: float | None = Field(None, description="lowest score")
+    min_score: float | None = Field(None, allow_inf_nan=False, description="lowest score")
     best: int | None = Field(
         1, ge=1, description="records per task, those with the best scores; null keeps all"
     )
@@ -72,6 +73,10 @@ def filter_files(
         RequestError: when a file cannot be read, an evaluation is broken, `out` already has filtered data, or
             a package for near duplicates or languages is missing.
     """
+    for path in (*inputs, *evaluations):
+        check_file(records_file(path))
+    if out.exists() and not out.is_dir():
+        raise RequestError("is a file, not a folder", where=str(out), remedy="choose another folder")
     if (out / "filter.json").exists():
         raise RequestError(
             "the folder already has filtered data", where=str(out), remedy="choose another folder"

@@ -11,14 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from perilune.data.episode import Episode
-from perilune.data.records import (
-    check_fields,
-    check_messages,
-    is_finite_number,
-    require,
-)
+from perilune.data.records import check_fields, check_messages, require
 from perilune.errors import RequestError
-from perilune.files import canonical_json, sha256_bytes, write_json_lines
+from perilune.files import canonical_json, finite_number, sha256_bytes, write_json_lines
 
 PREFERENCES_FILE = "preferences.jsonl"
 
@@ -119,7 +114,7 @@ def parse_preference(value: Mapping[str, Any], where: str) -> PreferenceRecord:
     for name in ("environment", "task_id", "source"):
         require(isinstance(row[name], str) and row[name] != "", name, "text that is not empty", row, where)
     for name in ("chosen_score", "rejected_score"):
-        require(is_finite_number(row[name]), name, "a finite number", row, where)
+        require(finite_number(row[name]) is not None, name, "a finite number", row, where)
     if not row["chosen_score"] > row["rejected_score"]:
         raise RequestError("the chosen answer does not score above the rejected one", where=where)
     if row["digest"] != _digest(row["prompt"], row["chosen"], row["rejected"]):

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from perilune.data.lines import read_lines
 from perilune.errors import RequestError
-from perilune.files import canonical_json, open_regular, parse_strict_json, sha256_bytes, write_json_lines
+from perilune.files import canonical_json, finite_number, parse_strict_json, sha256_bytes, write_json_lines
 
 _AGENT_KEY = "agent"  # in `details`
-_ROLES = {"system", "user", "assistant", "tool"}
+_ROLES = ("assistant", "system", "tool", "user")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,23 +120,14 @@ def read_records(path: Path) -> list[TraceRecord]:
     Raises:
         RequestError: when the file cannot be read or a row is broken, naming file, line and field.
     """
-    return [parse_record(line, where) for line, where in read_lines(records_file(path))]
-
-
-def read_lines(file: Path) -> Iterator[tuple[bytes, str]]:
-    """The lines of a JSON Lines file without blank ones, each with its position "file:number" for errors.
-
-    Raises:
-        RequestError: when the file cannot be read.
-    """
-    try:
-        with open_regular(file) as opened:
-            data = opened.read()
-    except OSError as error:
-        raise RequestError(f"cannot read records: {error.strerror}", where=str(file)) from None
-    for number, line in enumerate(data.splitlines(), 1):
-        if line.strip():
-            yield line, f"{file}:{number}"
+    file = records_file(path)
+    records = []
+    for line in read_lines(file):
+        where = f"{file}:{line.number}"
+        if line.problem:
+            raise RequestError(line.problem, where=where)
+        records.append(parse_record(line.raw, where))
+    return records
 
 
 def deduplicate(records: Iterable[TraceRecord]) -> Iterator[TraceRecord]:
@@ -184,7 +176,7 @@ def record_from_row(value: Mapping[str, Any], where: str) -> TraceRecord:
     for name in ("environment", "task_id", "source", "digest"):
         require(isinstance(row[name], str) and row[name] != "", name, "text that is not empty", row, where)
     require(type(row["seed"]) is int, "seed", "an integer", row, where)
-    require(is_finite_number(row["score"]), "score", "a finite number", row, where)
+    require(finite_number(row["score"]) is not None, "score", "a finite number", row, where)
     provenance, details = row.get("provenance"), row.get("details")
     if provenance is not None:
         provenance = parse_provenance(provenance, where)
@@ -261,13 +253,8 @@ def check_messages(row: Mapping[str, Any], name: str, where: str, *, weights: bo
         if not isinstance(message, dict) or message.keys() != set(keys):
             raise RequestError(f"field '{key}' needs exactly role and content", where=where)
         if message["role"] not in _ROLES or not isinstance(message["content"], str):
-            what = f"field '{key}': role must be one of {', '.join(sorted(_ROLES))}, and content text"
+            what = f"field '{key}': role must be one of {', '.join(_ROLES)}, and content text"
             raise RequestError(what, where=where)
-
-
-def is_finite_number(value: Any) -> bool:
-    """Return whether a JSON value is a number, neither infinite nor a bool."""
-    return type(value) in (int, float) and abs(value) < float("inf")
 
 
 def require(holds: bool, name: str, kind: str, row: Mapping[str, Any], where: str) -> None:

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from perilune.data.stream import stream_bytes
+from perilune.data.lines import read_lines
 from perilune.errors import RequestError
 from perilune.files import BOM, detect_wrong_format, open_regular, parse_strict_json, read_json, read_regular
 
@@ -161,12 +161,12 @@ def _read_file(file: Path) -> Iterator[Row]:
 
 
 def _read_lines(file: Path) -> Iterator[Row]:
-    for number, raw, problem in stream_bytes(file):
+    for number, _, raw, problem in read_lines(file):
         place = f"{file}:{number}"
         if problem:
             raise RequestError(problem, where=place)
         try:
-            value = parse_strict_json(raw.removeprefix(BOM))
+            value = parse_strict_json(raw)
         except ValueError as error:
             remedy = "write one object in each line, or one list of objects, in UTF-8"
             raise RequestError(f"not valid JSON: {error}", where=place, remedy=remedy) from None
@@ -198,18 +198,21 @@ def _first_line(starts: bytes) -> str:
 def _read_csv(file: Path, delimiter: str) -> Iterator[Row]:
     csv.field_size_limit(MAX_FIELD_CHARACTERS)
     with open_regular(file) as opened, io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as text:
-        rows = csv.reader(text, delimiter=delimiter, strict=True)
+        rows = filter(None, csv.reader(text, delimiter=delimiter, strict=True))  # without blank lines
         number = 0
         try:
             header = next(rows)
             if len(set(header)) < len(header):
                 raise ValueError("two columns have the same name")
-            for fields in filter(None, rows):
+            for fields in rows:
                 if len(fields) != len(header):
                     raise ValueError(f"{len(fields)} values for {len(header)} columns")
                 number += 1
                 yield Row(f"{file} row {number}", dict(zip(header, fields, strict=True)))
-        except (csv.Error, ValueError) as error:  # also text that is not UTF-8
+        except UnicodeDecodeError:
+            remedy = "save it as CSV UTF-8, or convert it: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW"
+            raise RequestError("not UTF-8 text", where=str(file), remedy=remedy) from None
+        except (csv.Error, ValueError) as error:
             raise RequestError(f"not valid CSV: {error}", where=f"{file} row {number + 1}") from None
 
 

@@ -1,6 +1,7 @@
 """`perilune data`: generate, inspect, filter and convert records; inspect episodes."""
 
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,6 +11,7 @@ from perilune.cli.arguments import Json, make_command_group
 from perilune.cli.console import make_stage_progress
 from perilune.cli.data.generate import generate
 from perilune.cli.output import echo, print_json
+from perilune.files import read_json_lines
 
 BAR_WIDTH = 40  # characters of the longest bar
 
@@ -122,6 +124,9 @@ def filter_records(
     echo(f"{report['read']:,} records read, {kept}")
     for reason, count in report["rejected"].items():
         echo(f"  {reason:15} {count:,}")
+    broken = (row for row in read_json_lines(out / "rejected.jsonl") if row["reason"] == "broken")
+    for row in islice(broken, 1):
+        echo(f"the first broken row is {row['file']}:{row['line']}: {row['detail']}")
     echo(f"wrote train.jsonl, rejected.jsonl and filter.json to {out}")
 
 

@@ -16,21 +16,13 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
+from perilune.data.lines import MAX_LINE_BYTES, read_lines
 from perilune.data.sources import is_held_out
 from perilune.environments.core.matching import Match, unmatchable_reason
 from perilune.environments.core.protocol import Message, Split
 from perilune.errors import RequestError
-from perilune.files import (
-    BOM,
-    canonical_json,
-    detect_wrong_format,
-    open_regular,
-    parse_strict_json,
-    sha256_bytes,
-)
+from perilune.files import BOM, canonical_json, open_regular, parse_strict_json, sha256_bytes
 from perilune.frozen import Frozen
-
-MAX_LINE_BYTES = 16 << 20  # bytes; a longer line is invalid
 
 ROLES = ("system", "user", "assistant", "tool")
 RESERVED_COLUMNS = frozenset({"actions", "compact", "completions", "prompts", "task_id"})  # used elsewhere
@@ -258,48 +250,16 @@ def _refuse_held_out(files: Iterable[Path]) -> None:
 
 def _read_rows(file: Path, match: Match | None, rejected: _InvalidRows) -> Iterator[tuple[int, int, Row]]:
     """Yield valid rows, each with its line number and byte offset."""
-    try:
-        with open_regular(file) as lines:
-            _check_format(file, lines.read(4096))
-            lines.seek(0)
-            number = offset = 0
-            while raw := lines.readline(MAX_LINE_BYTES + 1):
-                number, begin, offset = number + 1, offset, offset + len(raw)
-                location = f"{file}:{number}"
-                if len(raw) > MAX_LINE_BYTES:
-                    while raw and not raw.endswith(b"\n"):
-                        raw = lines.readline(MAX_LINE_BYTES)
-                    offset = lines.tell()
-                    rejected.add(location, f"longer than {MAX_LINE_BYTES:,} bytes")
-                elif raw.strip():
-                    try:
-                        row = parse_row(raw, location, match)
-                    except InvalidRowError as error:
-                        rejected.add(location, str(error))
-                    else:
-                        yield number, begin, row
-    except OSError as error:
-        raise RequestError(f"cannot be read: {error.strerror}", where=str(file)) from None
-
-
-def _check_format(file: Path, starts: bytes) -> None:
-    """Refuse a file of another format as a whole, since each of its lines is invalid.
-
-    Raises:
-        RequestError: naming the format.
-    """
-    if problem := detect_wrong_format(starts):
-        raise RequestError(problem[0], where=str(file), remedy=problem[1])
-    formats = (
-        (starts.startswith(b"PAR1"), "parquet", "a Parquet file"),
-        (starts.removeprefix(BOM).lstrip().startswith(b"["), "json", "a JSON list"),
-        (file.suffix in (".csv", ".tsv"), "csv", "a CSV file"),
-    )
-    for is_format, kind, name in formats:
-        if not is_format:
-            continue
-        remedy = f"pandas.read_{kind}({file.name!r}).to_json('rows.jsonl', orient='records', lines=True)"
-        raise RequestError(f"is {name}, not JSON Lines", where=str(file), remedy=f"convert it: {remedy}")
+    for number, offset, raw, problem in read_lines(file):
+        location = f"{file}:{number}"
+        try:
+            if problem:
+                raise InvalidRowError(problem)
+            row = parse_row(raw, location, match)
+        except InvalidRowError as error:
+            rejected.add(location, str(error))
+        else:
+            yield number, offset, row
 
 
 def parse_row(raw: bytes, location: str, match: Match | None) -> Row:
