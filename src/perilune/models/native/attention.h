@@ -1,14 +1,14 @@
 /* Attention of the query heads of one token over blocks of 16 keys and values.
  *
- * A block of keys is [D][16] (a key is a column), a block of values [16][D]. The result of a query depends only on
- * its own keys and values in the order of their positions. So it has the same bits in sampling, in chunked prefill
- * and in learning.
+ * A block of keys is [D][16], so a key is a column. A block of values is [16][D]. The result of a query depends only on
+ * the keys and values that it attends to, in the order of their positions. So it has the same bits in sampling, in
+ * chunked prefill and in learning.
  */
 #pragma once
 #include "vector.h"
 
 #define BLOCK 16
-#define MOST_HEADS 4 /* query heads of one key-value head that are computed together */
+#define MOST_HEADS 4 /* maximum number of query heads of one key-value head that are computed together */
 
 enum cache_kind { CACHE_FLOAT32, CACHE_BFLOAT16, CACHE_INT8 };
 
@@ -20,16 +20,17 @@ struct blocks {
     const void *const *values;
     const float *const *key_scales;
     const float *const *value_scales;
-    const void *const *ahead; /* the keys to prefetch while the values are read */
-    int64_t ahead_end;        /* their number of blocks */
+    const void *const *ahead; /* blocks of keys to prefetch while the values are read */
+    int64_t ahead_end;        /* end of the blocks in `ahead` */
 };
 
-/* Vectors of keys or values that are read at once: enough sums for the latency of the processor, and no more than it
- * has registers. Scores take whole blocks. */
+/* The number of vectors of keys or values that are read together. It is large enough to hide the latency of the
+ * multiply-adds, and small enough for all sums to stay in registers. */
 INLINE int vectors_at_once(const int heads)
 {
     return LANES == 16 ? 4 : heads == 1 ? 8 : heads == 2 ? 4 : 2;
 }
+/* The same number in whole blocks, as the scores need it. */
 INLINE int blocks_at_once(const int heads) { return vectors_at_once(heads) > PARTS ? vectors_at_once(heads) / PARTS : 1; }
 #define MOST_VECTORS 8
 
@@ -67,7 +68,7 @@ INLINE void block_scores(
     }
 }
 
-/* scale q k^T of blocks [first, last). */
+/* scores = scale q k^T for blocks [first, last). */
 INLINE void scores_of(
     const float *q, int64_t q_stride, const struct blocks *kv, int64_t first, int64_t last, int64_t size, float scale,
     float *scores, int64_t scores_stride, const int heads, const int kind)
@@ -107,7 +108,7 @@ INLINE void weighted_columns(
             store(out + h * out_stride + column + j * LANES, acc[h][j] * splat(factor[h]));
 }
 
-/* factor * weights v of blocks [first, end). */
+/* out = factor * weights v over blocks [first, end). */
 INLINE void weighted_values(
     const struct blocks *kv, int64_t first, int64_t end, int64_t size, const float *weights, int64_t stride,
     const float *factor, float *out, int64_t out_stride, const int heads, const int kind)
@@ -122,9 +123,9 @@ INLINE void weighted_values(
 
 /* softmax(scale q k^T) v of `heads` queries at one position that share keys and values.
  *
- * The queries see positions [start, end). `scores` is a buffer of heads * scores_stride floats. If `log_total` is not
- * null, it receives the log of the denominator of each softmax, scale included. `sinks`, unless null, has a score for
- * each query that belongs to no position and has no value. */
+  * The queries see positions [start, end). `scores` is a buffer of heads * scores_stride floats. `log_total`, if not
+ * null, receives the log of the denominator of each softmax, that is, the log of the sum of exp(scale q k). `sinks`, if
+ * not null, has one attention sink per query: a score that counts in the denominator and has no value. */
 INLINE void attend_heads(
     const float *q, int64_t q_stride, const struct blocks *kv, int64_t start, int64_t end, int64_t size, float scale,
     float *scores, int64_t scores_stride, float *out, int64_t out_stride, const float *sinks, float *log_total,

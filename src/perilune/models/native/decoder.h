@@ -1,22 +1,24 @@
-/* One step of a decoder over a paged cache: flat tokens in, logits of the chosen rows out. */
+/* One step of a decoder over a paged KV cache. The input is a flat list of tokens. The output is the logits of the rows
+ * in `logit_rows`. */
 #pragma once
 #include "experts.h"
 #include "paged.h"
 
 #define ROWS_A_THREAD 64 /* with fewer rows, threads split the columns of a product instead of its rows */
 
-/* Norms that the architecture lacks are null. All counts are int64, which simplifies the ctypes structures. */
+/* The weights of one layer. A norm that the architecture lacks is null. All counts are int64, which simplifies the
+ * ctypes structures. */
 struct layer {
     struct weight qkv, out, gate_up, down;
-    const float *attention_norm, *mlp_norm;         /* before each part */
-    const float *attention_out_norm, *mlp_out_norm; /* after each part */
+    const float *attention_norm, *mlp_norm;         /* applied to the input of attention and MLP */
+    const float *attention_out_norm, *mlp_out_norm; /* applied to the output of attention and MLP */
     const float *q_norm, *k_norm;
     const float *sinks;         /* [heads], see attend_heads */
     const float *cosine, *sine; /* [positions][D / 2] */
-    int64_t window;             /* tokens that a query sees, including its own; 0 means all */
-    struct weight router;       /* of the experts, which replace gate_up and down */
+    int64_t window;             /* number of tokens that a query sees, including its own; 0 means all */
+    struct weight router;       /* selects the experts, which replace gate_up and down */
     const struct expert *experts;
-    int64_t sparse_index;       /* its number among the layers with experts */
+    int64_t sparse_index;       /* index among the layers with experts */
 };
 
 struct model {
@@ -32,19 +34,19 @@ struct model {
     float eps, attention_scale, embedding_scale;
 };
 
-/* State shared by the threads of a step. Strides are in floats between rows. */
+/* State shared by the threads of a step. Strides are numbers of floats between rows. */
 struct job {
     const struct model *model;
     const struct cache *caches; /* [layers] */
     const struct step *step;
-    float *x, *h, *wide; /* residual stream; input or output of a part; inner activations */
+    float *x, *h, *wide; /* residual stream; input or output of attention or MLP; inner activations */
     int64_t stride, wide_stride;
     struct mixture mixture;
     int by_rows;
     atomic_int failed;
 };
 
-/* One thread's part of the step. */
+/* The share of one thread in a step. */
 struct part {
     struct job *job;
     struct team *team;
@@ -53,7 +55,8 @@ struct part {
     struct attention_buffers buffers;
 };
 
-/* out = x w^T: this thread's rows, or, with few rows, its columns followed by a barrier. */
+/* out = x w^T. If the step has many rows, this thread computes its rows. Otherwise it computes its columns of all rows,
+ * between two barriers. */
 static void multiply(struct part *part, const float *x, int64_t x_stride, const struct weight *w, float *out, int64_t out_stride)
 {
     int64_t first = 0, last = panel_count(w), from = part->from, to = part->to;
@@ -66,7 +69,7 @@ static void multiply(struct part *part, const float *x, int64_t x_stride, const 
     if (!part->job->by_rows) barrier(part->team);
 }
 
-/* Norm each row, or copy it if `norm` is null. */
+/* Normalize each row of this thread, or copy it if `norm` is null. */
 static void norm_rows(const struct part *part, const float *x, const float *norm, float *out)
 {
     const struct model *m = part->job->model;
@@ -101,7 +104,7 @@ static void embed_rows(const struct part *part)
     }
 }
 
-/* Norm and rotate q and k of this thread's rows in `wide`, where v follows them. */
+/* Normalize and rotate q and k in this thread's rows of `wide`. Each row contains q, k and v. */
 static void norm_rotate_rows(const struct part *part, const struct layer *layer)
 {
     struct job *job = part->job;
@@ -124,7 +127,7 @@ static void norm_rotate_rows(const struct part *part, const struct layer *layer)
     }
 }
 
-/* Attention from q, k and v in `wide` to h. */
+/* Compute attention from q, k and v in `wide`, and write the result to h. */
 static void attend(const struct part *part, int64_t index)
 {
     struct job *job = part->job;
@@ -138,12 +141,12 @@ static void attend(const struct part *part, int64_t index)
     norm_rotate_rows(part, layer);
     store_rows(&a, job->wide + q_width, job->wide_stride, job->wide + q_width + k_width, job->wide_stride, part->from,
               part->to);
-    barrier(part->team); /* rows attend to keys that other threads stored */
+    barrier(part->team); /* rows attend to keys that other threads store */
     attend_pairs(&a, &part->buffers, part->rank, part->team->size);
-    barrier(part->team); /* pairs are split differently from rows */
+    barrier(part->team); /* a thread's pairs belong to other rows than its own */
 }
 
-/* The feed-forward network of a dense layer, from h to h. */
+/* Compute the feed-forward network of a dense layer, from h to h. */
 static void feed_dense(struct part *part, const struct layer *layer)
 {
     struct job *job = part->job;
@@ -156,7 +159,7 @@ static void feed_dense(struct part *part, const struct layer *layer)
     multiply(part, job->wide, job->wide_stride, &layer->down, job->h, job->stride);
 }
 
-/* Store the experts of this thread's rows beside their keys. */
+/* Store the chosen experts of this thread's rows in the slots of their tokens. */
 static void record_routes(const struct part *part, int64_t index)
 {
     const struct step *step = part->job->step;
@@ -173,7 +176,7 @@ static void record_routes(const struct part *part, int64_t index)
     }
 }
 
-/* The mixture of experts of a sparse layer, from h to h. */
+/* Compute the mixture of experts of a sparse layer, from h to h. */
 static void feed_experts(struct part *part, const struct layer *layer)
 {
     struct job *job = part->job;
@@ -237,7 +240,7 @@ static void step_part(void *argument, int64_t rank, struct team *team)
     free(part.rounded);
 }
 
-/* Returns 1 if memory ran out, else 0. The caller has checked positions, tokens and blocks. */
+/* Compute a step. Returns 1 if memory ran out, else 0. The caller must have checked positions, tokens and blocks. */
 int perilune_step(const struct model *m, const struct cache *caches, const struct step *step, int64_t threads)
 {
     struct job job = {.model = m, .caches = caches, .step = step};

@@ -1,37 +1,39 @@
 /* The gated delta rule and the short convolution before it, forward and backward (see models/recurrence.py).
  *
- * A column of a head's state depends on no other column. So threads share heads and columns, and go through all tokens
- * of their columns in order: the bits of a token are the same in decoding, in prefill and in learning. */
+ * The columns of a head's state are independent of each other. Threads therefore divide heads and columns among them,
+ * and each thread processes all tokens of its columns in order. So a token has the same bits in decoding, in prefill
+ * and in learning. */
 #pragma once
 #include <stdlib.h>
 #include "threads.h"
 #include "vector.h"
 
-/* Tokens start .. + length, from the state of row `from` (zeros if it is negative) to that of row `to`. */
+/* The `length` tokens from `start` on. They begin with the state in row `from` (zeros if `from` is negative), and the
+ * state after them goes to row `to`. */
 struct piece {
     int64_t start, length, from, to;
 };
 
-/* Strides are in floats between tokens. Outputs and all gradients are contiguous. */
+/* Strides are numbers of floats between tokens. Outputs and all gradients are contiguous. */
 struct delta {
     const float *q, *k, *v;         /* [N][key_heads][Dk], the same, [N][heads][Dv] */
     const float *decay, *strength;  /* [N][heads] */
     int64_t q_stride, k_stride, v_stride, heads, key_heads, key_size, value_size, tokens, pieces;
-    const struct piece *piece;      /* a piece comes after that whose state it starts from */
+    const struct piece *piece;      /* a piece follows the piece whose final state it starts from */
     float *states, *out;            /* [rows][heads][Dk][Dv], [N][heads][Dv] */
     const float *grad_out;
     float *grad_q, *grad_k, *grad_v, *grad_decay, *grad_strength, *grad_states; /* zero-initialized */
     atomic_int failed;
 };
 
-#define FORWARD_VECTORS 4  /* of columns that are computed together: 128 rows of them fit the L1 cache */
-#define HEADS_TO_SHARE 16  /* with fewer heads of tokens, a second thread costs more time than it saves */
-#define BACKWARD_VECTORS (2 * PARTS) /* 64 states of 128 rows of them fit the L2 cache */
+#define FORWARD_VECTORS 4  /* vectors of columns computed together; with 128 rows their states fit the L1 cache */
+#define HEADS_TO_SHARE 16  /* tokens times heads; below it a second thread costs more time than it saves */
+#define BACKWARD_VECTORS (2 * PARTS) /* vectors of columns; 64 of their states with 128 rows fit the L2 cache */
 #define MOST_COLUMN_VECTORS 8
 
 INLINE int64_t padded_rows(int64_t rows) { return (rows + WIDE - 1) / WIDE * WIDE; }
 
-/* Columns of a state as rows of `vectors` vectors, padded with zeros. */
+/* Copy columns of a state into rows of `vectors` vectors, padded with zeros. */
 INLINE void load_columns(
     float *to, int64_t rows, const float *from, const struct delta *d, int64_t column, const int vectors)
 {
@@ -58,7 +60,8 @@ INLINE float *state_of(float *states, const struct delta *d, int64_t row, int64_
     return row < 0 ? 0 : states + (row * d->heads + head) * d->key_size * d->value_size;
 }
 
-/* after = a state + b k error^T with error = v - a state^T k; out = after^T q. `after` may be `state`. */
+/* For decay a and strength b: error = v - a state^T k; after = a state + b k error^T; out = after^T q. `after` may be
+ * `state`. */
 INLINE void delta_token(
     const float *state, float *after, const float *q, const float *k, float decay, float strength, int64_t size,
     const vec *v, vec *error, vec *out, const int vectors)
@@ -125,7 +128,7 @@ static void scan_part(void *argument, int64_t rank, struct team *team)
     free(state);
 }
 
-/* out[i] = the sum over the lanes of x[i], for sixteen of them. */
+/* out[i] = sum of the lanes of all[i], for sixteen values of i. */
 #if LANES == 16
 #define FOLD(a, b, LOW, HIGH) (SHUFFLE_BOTH(a, b, LOW) + SHUFFLE_BOTH(a, b, HIGH))
 #define LOW_8 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
@@ -167,9 +170,10 @@ struct history {
     float *states, *errors, *grad, *q, *k;
 };
 
-/* The gradients of token n from those of its output and of the state after it, which becomes that of the state before.
- * With C = b error, the change: dS += q do^T; dq = S do; dC = dS^T k; db = dC . error; dv = b dC;
- * dk = dS C - a S_before dv; dS -= k dv^T; da = dS . S_before; dS *= a. */
+/* Compute the gradients of token n. h->grad holds dS, the gradient of the state after the token, and receives the
+ * gradient of the state before it. With C = b error:
+ * dS += q do^T; dq = S do; dC = dS^T k; db = dC . error; dv = b dC; dk = dS C - a S_before dv; dS -= k dv^T;
+ * da = dS . S_before; dS *= a. */
 INLINE void delta_token_backward(
     const struct delta *d, const struct history *h, int64_t n, int64_t t, int64_t head, int64_t column, const int vectors)
 {
@@ -262,7 +266,7 @@ INLINE void scan_columns_backward(
     }
 }
 
-/* The heads that share a key are on one thread, so sums into its gradient have one order. */
+/* One thread computes all heads that share a key, so the sums for the key's gradient have a fixed order. */
 static void scan_backward_part(void *argument, int64_t rank, struct team *team)
 {
     struct delta *d = argument;
@@ -296,9 +300,10 @@ int perilune_scan(struct delta *d, int64_t threads) { return run_delta(d, scan_p
 
 int perilune_scan_backward(struct delta *d, int64_t threads) { return run_delta(d, scan_backward_part, threads); }
 
-#define CHANNELS_AT_ONCE 256 /* in the gradient: enough for whole pages, few enough for the L1 cache */
+#define CHANNELS_AT_ONCE 256 /* channels of the gradient per block: they fill whole pages and fit the L1 cache */
 
-/* silu(sum over taps of x[taps[n][tap]] weight[tap]). Taps from N on are rows of `before`. */
+/* out[n] = silu(sum over taps of x[taps[n][tap]] weight[tap]). An index of N or more is a row of `before`, after
+ * subtracting N. */
 struct convolution {
     const float *x, *before, *weight; /* [N][C] with `stride` floats between rows, [rows][C], [K][C] */
     const int64_t *taps;              /* [N][K] */
@@ -333,7 +338,7 @@ static void convolve_part(void *argument, int64_t rank, struct team *team)
             store_first(c->out + n * c->channels + channel, silu(convolved(c, n, channel)), c->channels - channel);
 }
 
-/* The gradients of token n, for the channels of one vector. */
+/* Add the gradients of token n for the channels of one vector. */
 INLINE void convolve_token_backward(const struct convolution *c, int64_t n, int64_t channel)
 {
     int64_t left = c->channels - channel;
@@ -348,7 +353,7 @@ INLINE void convolve_token_backward(const struct convolution *c, int64_t n, int6
     }
 }
 
-/* Threads share channels, so sums into rows that several tokens see have one order. */
+/* Threads divide the channels among them. So the sums for rows that several tokens use have a fixed order. */
 static void convolve_backward_part(void *argument, int64_t rank, struct team *team)
 {
     struct convolution *c = argument;

@@ -1,8 +1,8 @@
-/* A mixture of experts: the experts that the router finds most probable compute each token.
+/* A mixture of experts: for each token, the router selects the experts with the largest probabilities.
  *
- * The rows of a step are grouped by expert, so a step reads the weights of each expert once. A pair is a token and
- * one of its experts. The sum over the experts of a token runs from the most probable to the least, so the bits of a
- * token do not depend on its neighbors.
+ * A step groups its rows by expert, so it reads the weights of each expert once. A pair is a token and one of its
+ * experts. For each token, the sum over its experts runs from the most probable expert to the least probable. So the
+ * bits of a token do not depend on its neighbors.
  */
 #pragma once
 #include <stdlib.h>
@@ -14,22 +14,24 @@ struct expert {
     struct weight gate_up, down;
 };
 
-/* The routes of one layer in one step, and a row for each pair. */
+/* The routes of one layer in one step, and buffers with one row for each pair. */
 struct mixture {
     int64_t experts, per_token, hidden, inner, normalized, activation;
     float *weights;  /* [rows][per_token] */
     int64_t *chosen; /* [rows][per_token] experts */
-    int64_t *place;  /* [rows][per_token] row of the pair in x and in wide */
-    int64_t *end;    /* [experts] end of the rows of each expert */
-    float *x, *wide; /* input and later output of the experts; their inner activations */
+    int64_t *place;  /* [rows][per_token] row of each pair in x and wide */
+    int64_t *end;    /* [experts] end of each expert's rows */
+    float *x, *wide; /* input of the experts, which their output replaces; inner activations */
     int64_t stride, wide_stride;
 };
 
-/* Overwrite the logits with their softmax, and choose the `per_token` largest: their indices, the largest first and
- * the lower index first on ties, and their probabilities, scaled to sum to one if `normalized`. Experts that are
- * `given`, unless null or -1, are chosen instead.
+/* Overwrite the logits with their softmax, and choose the `per_token` most probable experts. `chosen` receives their
+ * indices in descending order of probability; ties are in ascending order of index. `weights` receives their
+ * probabilities, which are divided by their sum if `normalized`. If `given` is not null and does not begin with -1,
+ * its experts replace the choice.
  *
- * Not inlined, so that learning and sampling run the same instructions and round alike. */
+ * The function is not inlined, so that the learner and the sampler run the same instructions and round in the same
+ * way. */
 static __attribute__((noinline)) void route_row(
     float *logits, int64_t experts, int64_t per_token, int64_t normalized, const int64_t *given, float *weights,
     int64_t *chosen)
@@ -91,8 +93,8 @@ static void scatter_token(const struct mixture *m, int64_t row, const float *x)
         memcpy(m->x + m->place[pair] * m->stride, x, m->hidden * sizeof(float));
 }
 
-/* x = down(activation(gate(x)) * up(x)) for the rows of each expert; this thread computes some columns of each
- * product. Ends with a barrier. */
+/* x = down(activation(gate(x)) * up(x)) for the rows of each expert. This thread computes some columns of each product.
+ * The function ends with a barrier. */
 static void run_experts(
     const struct mixture *m, const struct expert *experts, int64_t rank, struct team *team, uint16_t *rounded)
 {
@@ -100,7 +102,7 @@ static void run_experts(
     for (int64_t e = 0; e < m->experts; e++) {
         int64_t start = e ? m->end[e - 1] : 0, count = m->end[e] - start;
         float *x = m->x + start * m->stride, *wide = m->wide + start * m->wide_stride;
-        split_range(half, 1, (rank + e) % team->size, team->size, &first, &last); /* rotate who gets the larger share */
+        split_range(half, 1, (rank + e) % team->size, team->size, &first, &last); /* balance the larger shares */
         product(x, m->stride, &experts[e].gate_up, first, last, wide, m->wide_stride, count, rounded);
         product(x, m->stride, &experts[e].gate_up, half + first, half + last, wide, m->wide_stride, count, rounded);
         for (int64_t row = 0; row < count; row++) {
@@ -118,7 +120,7 @@ static void run_experts(
     barrier(team);
 }
 
-/* Not inlined, so that the product is rounded before the addition, as in torch. */
+/* x *= factor. The function is not inlined, so that the product is rounded before the addition, as in torch. */
 static __attribute__((noinline)) void scale_row(float *x, int64_t size, float factor)
 {
     for (int64_t i = 0; i < size; i += LANES) store(x + i, load(x + i) * splat(factor));
@@ -136,7 +138,7 @@ static void combine_token(const struct mixture *m, int64_t row, float *out)
     }
 }
 
-/* Returns 1 if memory ran out. The caller must call `free_mixture` in any case. */
+/* Allocate the buffers. Returns 1 if memory ran out. The caller must call `free_mixture` in either case. */
 static int allocate_mixture(struct mixture *m, int64_t rows)
 {
     int64_t pairs = rows * m->per_token;

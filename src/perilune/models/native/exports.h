@@ -1,4 +1,4 @@
-/* The arithmetic of a step as single operations, for learning and for sampling with torch. */
+/* The operations of a decoding step as separate functions, for the learner and for sampling with torch. */
 #pragma once
 #include "decoder.h"
 
@@ -15,7 +15,7 @@ struct packing {
     void (*pack)(const struct packing *p, int64_t panel);
 };
 
-/* A panel of a weight[O][I] in float32 or int8. */
+/* Pack one panel of a weight[O][I] as float32 or int8. */
 static void pack_panel(const struct packing *p, int64_t panel)
 {
     const float *rows[PANEL];
@@ -27,7 +27,7 @@ static void pack_panel(const struct packing *p, int64_t panel)
             top[c] = fabsf(rows[c][k]) > top[c] ? fabsf(rows[c][k]) : top[c];
         if (p->kind == INT8) p->scale[panel * PANEL + c] = top[c] / 127.0f;
     }
-    for (int64_t start = 0; start < p->inputs; start += SIDE) /* in small pieces, so that the written panel stays in the cache */
+    for (int64_t start = 0; start < p->inputs; start += SIDE) /* a piece of the panel stays in the cache */
         for (int64_t c = 0; c < PANEL; c++)
             for (int64_t k = start; k < p->inputs && k < start + SIDE; k++) {
                 int64_t at = (panel * p->inputs + k) * PANEL + c;
@@ -37,7 +37,7 @@ static void pack_panel(const struct packing *p, int64_t panel)
             }
 }
 
-/* A panel of a weight[O][I] in bfloat16: pairs of inputs of 32 outputs. */
+/* Pack one panel of a weight[O][I] as bfloat16: [I / 2][32 outputs][pair of inputs]. */
 static void pack_pairs(const struct packing *p, int64_t panel)
 {
     uint32_t *to = (uint32_t *)p->panels + panel * p->inputs / 2 * PANEL;
@@ -53,7 +53,7 @@ static void pack_pairs(const struct packing *p, int64_t panel)
         }
 }
 
-/* The same from a weight[I][O]. */
+/* Pack the same panel from a weight[I][O]. */
 static void pack_pairs_across(const struct packing *p, int64_t panel)
 {
     int64_t first = panel * PANEL, count = p->outputs - first < PANEL ? p->outputs - first : PANEL;
@@ -82,8 +82,9 @@ static void pack_part(void *argument, int64_t rank, struct team *team)
     for (int64_t panel = from; panel < to; panel++) p->pack(p, panel);
 }
 
-/* Pack float weight[O][I] or, `across`, weight[I][O], with `stride` floats between rows, into panels of `kind`.
- * BFLOAT16 needs an even I, `across` needs BFLOAT16. INT8 also writes `scale`, float[panels * 32], one per output. */
+/* Pack a float weight[O][I] into panels of `kind`. With `across`, the weight is [I][O]. `stride` is the number of
+ * floats between rows. BFLOAT16 needs an even I, and `across` needs BFLOAT16. INT8 also writes `scale`,
+ * float[panels * 32], with one scale per output. */
 void perilune_pack(
     const float *weight, int64_t outputs, int64_t inputs, int64_t stride, int64_t kind, int64_t across, void *panels,
     float *scale, int64_t threads)
@@ -122,7 +123,7 @@ static void linear_part(void *argument, int64_t rank, struct team *team)
             l->rounded ? l->rounded + from * l->x_stride : 0);
 }
 
-/* out[rows][O] = x[rows][I] weight^T + bias; `rounded` is a buffer for x in bfloat16, for bfloat16 weights. */
+/* out[rows][O] = x[rows][I] weight^T + bias. For bfloat16 weights, `rounded` is a buffer for x in bfloat16. */
 void perilune_linear(
     const float *x, int64_t rows, int64_t x_stride, const struct weight *weight, float *out, uint16_t *rounded,
     int64_t threads)
@@ -184,7 +185,8 @@ static void rms_norm_part(const struct rows *r, int64_t from, int64_t to, int64_
     }
 }
 
-/* out = x / rms(x) * weight for rows of `size`; row r takes weight r % weights. `factor` is 1 / rms. */
+/* out = x / rms(x) * weight for rows of `size` elements. Row r uses the weight r % weights. `factor` receives 1 / rms
+ * of each row. */
 void perilune_rms_norm(
     const float *x, int64_t count, int64_t size, const float *weight, int64_t weights, float eps, float *out,
     float *factor, int64_t threads)
@@ -194,7 +196,8 @@ void perilune_rms_norm(
     run_rows(&rows, threads);
 }
 
-/* With n = f x: dx = f (g - n mean(n g)) for g = w dy, and dw = sum over rows of n dy, one sum per thread. */
+/* Let n = f x and g = w dy. Then dx = f (g - n mean(n g)), and dw is the sum of n dy over the rows. Each thread computes
+ * the sum over its own rows. */
 static void rms_norm_backward_part(const struct rows *r, int64_t from, int64_t to, int64_t rank)
 {
     float *sums = r->second + rank * r->modulus * r->size;
@@ -213,7 +216,7 @@ static void rms_norm_backward_part(const struct rows *r, int64_t from, int64_t t
     }
 }
 
-/* `grad_weight` is zeros[threads][weights * size]; the sum is written to its first row. */
+/* `grad_weight` is zeros[threads][weights * size]. Its first row receives the sum over the threads. */
 void perilune_rms_norm_backward(
     const float *x, int64_t count, int64_t size, const float *weight, int64_t weights, const float *factor,
     const float *grad, float *grad_x, float *grad_weight, int64_t threads)
@@ -237,7 +240,8 @@ static void rotate_part(const struct rows *r, int64_t from, int64_t to, int64_t 
         }
 }
 
-/* Rotate x[rows][heads][D] by cosine and sine[rows][D / 2], `stride` floats per row; `direction` -1 rotates back. */
+/* Rotate x[rows][heads][D] by cosine[rows][D / 2] and sine[rows][D / 2], with `stride` floats between their rows.
+ * Direction -1 is the inverse rotation. */
 void perilune_rotate(
     const float *x, int64_t count, int64_t heads, int64_t size, const float *cosine, const float *sine,
     int64_t stride, float direction, float *out, int64_t threads)
@@ -304,8 +308,8 @@ static void route_part(void *argument, int64_t rank, struct team *team)
                   r->given ? r->given + row * r->per_token : NULL, r->weights + row * r->per_token, r->chosen + row * r->per_token);
 }
 
-/* Weights[rows][per_token] and chosen experts from router logits[rows][experts], which are overwritten. Experts that
- * are `given` replace the choice, except in rows of -1. */
+/* Compute weights[rows][per_token] and the chosen experts from the router's logits[rows][experts], and overwrite the
+ * logits. If `given` is not null, its experts replace the choice, except in rows that contain -1. */
 void perilune_route(
     float *logits, int64_t rows, int64_t experts, int64_t per_token, int64_t normalized, const int64_t *given,
     float *weights, int64_t *chosen, int64_t threads)
@@ -336,8 +340,8 @@ static void token_logprobs_part(const struct rows *r, int64_t from, int64_t to, 
     }
 }
 
-/* log softmax(scale * logits)[token] for each row, shift and offset of its softmax in normalizers[count][2], and,
- * if `entropy` is not null, the entropy. Minus infinity and NaN are passed on. */
+/* Compute log softmax(scale * logits)[token] of each row. normalizers[count][2] receives the shift and the offset of
+ * the softmax. `entropy`, if not null, receives the entropy. Minus infinity and NaN propagate. */
 void perilune_token_logprobs(
     const float *logits, int64_t count, int64_t size, const int64_t *tokens, float scale, float *out,
     float *normalizers, float *entropy, int64_t threads)
@@ -362,7 +366,7 @@ static void token_logprobs_backward_part(const struct rows *r, int64_t from, int
     }
 }
 
-/* Gradient of the logits from that of the log-probs: scale * grad * (1 at the token - softmax). */
+/* Compute the gradient of the logits from the gradient of the log-probs: scale * grad * (onehot(token) - softmax). */
 void perilune_token_logprobs_backward(
     const float *logits, int64_t count, int64_t size, const int64_t *tokens, float scale, const float *normalizers,
     const float *grad, float *out, int64_t threads)
@@ -372,8 +376,9 @@ void perilune_token_logprobs_backward(
     run_rows(&rows, threads);
 }
 
-/* Draw `count` tokens from the logits in row rows[i] (row i if `rows` is null) by uniform[i] in [0, 1), or the most
- * likely token if scales[i] is 0. The log-prob is under the distribution drawn from (unscaled if the scale is 0). */
+/* Sample `count` tokens. Token i comes from the logits in row rows[i], or in row i if `rows` is null. uniform[i] in
+ * [0, 1) selects it. If scales[i] is 0, it is the most likely token. `logprobs` receives the log-prob under the scaled
+ * distribution, or under the unscaled one if the scale is 0. */
 struct draws {
     const float *logits, *scales;
     const int64_t *rows;

@@ -1,21 +1,22 @@
-/* out[n, o] = sum over k of x[n, k] * weight[o, k], as one chain of fused multiply-adds in the order of k.
+/* Matrix products: out[n, o] = sum over k of x[n, k] * weight[o, k]. Each sum is one chain of fused multiply-adds in
+ * the order of k.
  *
- * The weight is stored in panels of 32 outputs, [panel][k][32]. A tile keeps some rows times a whole panel or a part of
- * it in registers for the whole sum. So the bits of a row do not depend on the other rows, on their number, on the
- * thread, or on the registers.
+ * The weight is stored in panels of 32 outputs, [panel][k][32]. A tile is the product of some rows and one panel or a
+ * part of it. It stays in registers for the whole sum. So the bits of a row do not depend on the other rows, on their
+ * number, on the thread, or on the number of registers.
  */
 #pragma once
 #include "tiles.h"
 
 #define PANEL 32
 #define TILE_ROWS (REGISTERS == 32 && LANES == 16 ? 12 : 6)
-#define TILE_SUMS (REGISTERS == 32 ? 24 : 12) /* vectors */
+#define TILE_SUMS (REGISTERS == 32 ? 24 : 12) /* vectors of sums in a tile */
 #define PANEL_VECTORS (PANEL / LANES)
 #define APART 16 /* padding floats between rows: a stride of a power of two causes cache conflicts */
 
 enum weight_kind { FLOAT32, BFLOAT16, INT8 };
 
-/* A weight packed by `perilune_pack`. `scale` is per output, for INT8 only; `bias` may be null. */
+/* A weight packed by `perilune_pack`. INT8 has one `scale` per output. `bias` may be null. */
 struct weight {
     const void *panels;
     const float *scale;
@@ -27,7 +28,7 @@ struct weight {
 INLINE int64_t panels_of(int64_t outputs) { return (outputs + PANEL - 1) / PANEL; }
 INLINE int64_t panel_count(const struct weight *w) { return panels_of(w->outputs); }
 
-/* One row of float32 or bfloat16 panels, unpacked. */
+/* Copy row `row` of a float32 or bfloat16 weight from its panel to `out`. */
 static void unpack_row(const struct weight *w, int64_t row, float *out)
 {
     int64_t start = row / PANEL * w->inputs * PANEL, c = row % PANEL;
@@ -73,7 +74,7 @@ INLINE void tile_int8(
     }
 }
 
-/* Panels of bfloat16 hold pairs, [panel][k / 2][32][2]; x holds rounded pairs. */
+/* Panels of bfloat16 have the layout [panel][k / 2][32][2]. x is rounded to bfloat16. */
 INLINE void tile_bfloat16(
     tile acc, const uint16_t *x, int64_t stride, const uint16_t *panel, int64_t inputs, const int rows,
     const int vectors)
@@ -100,7 +101,7 @@ INLINE void tile_bfloat16(
     }
 }
 
-/* x w^T for `vectors` of outputs from `first` on. */
+/* Compute x w^T for `vectors` vectors of outputs, beginning with output `first`. */
 INLINE void tile_of(
     tile acc, const void *x, int64_t stride, const struct weight *w, int64_t first, const int rows, const int vectors,
     const int kind)
@@ -121,7 +122,7 @@ INLINE void tile_of(
             UNROLL for (int j = 0; j < vectors; j++) acc[r][j] += load(w->bias + first + j * LANES);
 }
 
-/* Some rows of x times one panel, written to `out`. */
+/* Multiply some rows of x with one panel, and write the result to `out`. */
 INLINE void product_panel(
     const void *x, int64_t x_stride, const struct weight *w, int64_t panel, float *out, int64_t out_stride,
     const int rows, const int kind)
@@ -151,7 +152,7 @@ INLINE void product_panel(
     TILE(7, KIND) TILE(8, KIND) TILE(9, KIND) TILE(10, KIND) TILE(11, KIND) TILE(12, KIND)                       \
     }
 
-/* All rows of x times panels [first, last), in chunks of rows that fit the L2 cache. */
+/* Multiply all rows of x with panels [first, last), in chunks of rows that fit the L2 cache. */
 #define DEFINE_PRODUCT(NAME, TYPE, KIND)                                                                 \
     static __attribute__((noinline)) void NAME(const TYPE *x, int64_t x_stride, const struct weight *w,  \
         int64_t first, int64_t last, float *out, int64_t out_stride, int64_t count)                      \
@@ -182,8 +183,8 @@ INLINE void add_bias(const struct weight *w, int64_t first, int64_t last, float 
         for (int64_t o = from; o < to; o++) out[row * stride + o] += w->bias[o];
 }
 
-/* out = x w^T + bias for panels [first, last) of a bfloat16 weight. The inputs alone decide how, so that a row has the
- * same bits in every call. */
+/* out = x w^T + bias for panels [first, last) of a bfloat16 weight. The choice of the algorithm depends only on the
+ * number of inputs and on the processor, so a row has the same bits in every call. */
 static void product_rounded(
     const uint16_t *x, int64_t x_stride, const struct weight *w, int64_t first, int64_t last, float *out,
     int64_t out_stride, int64_t count)
@@ -198,7 +199,7 @@ static void product_rounded(
     product_bfloat16(x, x_stride, w, first, last, out, out_stride, count);
 }
 
-/* out = x w^T for panels [first, last). `rounded` is a buffer for x in bfloat16, for bfloat16 weights. */
+/* out = x w^T + bias for panels [first, last). For bfloat16 weights, `rounded` is a buffer for x in bfloat16. */
 static void product(
     const float *x, int64_t x_stride, const struct weight *w, int64_t first, int64_t last, float *out,
     int64_t out_stride, int64_t count, uint16_t *rounded)

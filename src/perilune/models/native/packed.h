@@ -1,34 +1,35 @@
 /* Causal attention of packed sequences, forward and backward.
  *
- * Sequence s has tokens starts[s] .. + lengths[s] of the flat axis, after the prefixes[s] tokens from
- * prefix_starts[s], which other sequences may share. */
+  * Sequence s begins with a prefix of prefixes[s] tokens from prefix_starts[s] on, which other sequences may share. Its
+ * own lengths[s] tokens from starts[s] on follow. All indices refer to the flat list of tokens. */
 #pragma once
 #include <stdlib.h>
 #include "attention.h"
 #include "threads.h"
 
-/* Strides are in floats between rows of q, k, v and their gradients. Outputs are contiguous. */
+/* Strides are numbers of floats between rows of q, k, v and their gradients. Outputs are contiguous. */
 struct packed {
     const float *q, *k, *v;
     int64_t q_stride, k_stride, v_stride, heads, kv_heads, size, window, sequences;
     const int64_t *starts, *lengths, *prefix_starts, *prefixes;
     float scale;
-    const float *sinks; /* [heads], or null; only forward, because log_total includes them */
+    const float *sinks; /* [heads], or null; used forward only, because log_total includes them */
     float *out, *log_total;
-    /* Backward: gradients of q, k and v (zero-initialized for k and v) from that of out. A family is a run of
-     * sequences that share a prefix. One thread computes a whole family, so sums into the prefix have one order. */
+    /* The backward pass computes the gradients of q, k and v from the gradient of out. The caller must initialize
+     * those of k and v with zeros. A family consists of consecutive sequences that share a prefix. One thread computes
+     * a whole family, so the sums for the prefix have a fixed order. */
     const float *grad_out;
     float *grad_q, *grad_k, *grad_v;
-    const int64_t *family; /* [families + 1], bounds in the sequences */
+    const int64_t *family; /* [families + 1]: family f has the sequences family[f] to family[f + 1] - 1 */
     int64_t families, longest;
     atomic_int failed;
     atomic_long next;
 };
 
-/* Keys and values of one sequence and head as columns [block][D][16] and rows [token][D], padded with zeros. */
+/* Keys and values of one sequence and head, padded with zeros: as columns [block][D][16] and as rows [token][D]. */
 struct gathered {
     float *key_columns, *value_columns, *key_rows, *value_rows, *scores, *grads, *grad_keys, *grad_values;
-    const void **pointers; /* to the blocks of key columns, value rows, value columns, key rows */
+    const void **pointers; /* to the blocks of key columns, value rows, value columns and key rows, in this order */
 };
 
 INLINE int64_t token_at(const struct packed *p, int64_t s, int64_t t)
@@ -123,7 +124,7 @@ static void packed_part(void *argument, int64_t rank, struct team *team)
     free_gathered(&g);
 }
 
-/* Rows `from`..`to` of grad += sum over heads of weights[h][t] * x[h]. */
+/* grad[t] += sum over heads of weights[h][t] * x[h], for t in [from, to). */
 INLINE void add_outer(
     float *grad, int64_t from, int64_t to, int64_t size, const float *weights, int64_t stride, const float *x,
     const int heads)

@@ -1,4 +1,4 @@
-/* The paged KV cache: storing keys and values, and attention over them. */
+/* The paged KV cache: functions that store keys and values, and attention over them. */
 #pragma once
 #include <stdlib.h>
 #include "attention.h"
@@ -11,14 +11,16 @@ struct cache {
     int64_t kind, table;
 };
 
-/* Where the routes of a step go: experts[blocks][16][layers][per token], of 1 or 2 bytes each. Null if they are not
- * recorded. `table` is the block table of the rows, `layers` counts those with experts. */
+/* The destination of the routes of a step: experts[blocks][16][layers][per token], with 1 or 2 bytes per element.
+ * `experts` is null if routes are not recorded. `table` is the index of the block table. `layers` is the number of
+ * layers with experts. */
 struct route_store {
     void *experts;
     int64_t table, bytes, layers;
 };
 
-/* The tokens of one step. Row r is at positions[r] of sequence[r], and `tables` has the blocks of each sequence. */
+/* The tokens of one step. Row r is the token at position positions[r] of sequence sequence[r]. `tables` has the blocks
+ * of each sequence. */
 struct step {
     int64_t rows, sequences, tables_stride, logit_count;
     const int64_t *tokens, *positions, *logit_rows;
@@ -33,7 +35,7 @@ INLINE int64_t block_of(const struct step *step, int64_t table, int64_t row, int
     return step->tables[(table * step->sequences + step->sequence[row]) * step->tables_stride + position / BLOCK];
 }
 
-/* Store one key and value, float[D] each, of one head in their block. */
+/* Store a key and a value of one head, float[D] each, in the slot `at` of block `place`. */
 static void store_token(const struct cache *cache, int64_t place, int64_t size, int64_t at, const float *k, const float *v)
 {
     int64_t start = place * size * BLOCK;
@@ -60,7 +62,7 @@ static void store_token(const struct cache *cache, int64_t place, int64_t size, 
     }
 }
 
-/* One layer's attention of a step: q[rows][heads * D] in, out[rows][heads * D]. */
+/* The arguments of a layer's attention in a step. The input is q[rows][heads * D], the output out[rows][heads * D]. */
 struct attention {
     const struct cache *cache;
     const struct step *step;
@@ -71,7 +73,7 @@ struct attention {
     const float *sinks; /* [heads], or null */
 };
 
-/* Buffers of one thread for sequences of up to `longest` positions, a multiple of 16. */
+/* Buffers of one thread, for sequences of up to `longest` positions. `longest` is a multiple of 16. */
 struct attention_buffers {
     float *scores;
     const void **pointers;
@@ -146,8 +148,8 @@ static void find_pair(
     pair->blocks = (struct blocks){.keys = keys, .values = values, .key_scales = key_scales, .value_scales = value_scales};
 }
 
-/* Attention of this thread's share of (key-value head, row) pairs: the rows of a sequence read the same keys in turn,
- * which stay in the cache of the core. */
+/* Compute attention for this thread's share of the (key-value head, row) pairs. The rows of a sequence follow each other
+ * and read the same keys, which therefore stay in the cache of the core. */
 static void attend_pairs(const struct attention *a, const struct attention_buffers *buffers, int64_t rank, int64_t threads)
 {
     int64_t group = a->heads / a->kv_heads, from, to, kind = a->cache->kind;
@@ -177,7 +179,7 @@ static void attend_pairs(const struct attention *a, const struct attention_buffe
     }
 }
 
-/* Store k and v, float[rows][KV * D] each, of rows [from, to). */
+/* Store k and v, float[rows][KV * D] each, for rows [from, to). */
 static void store_rows(
     const struct attention *a, const float *k, int64_t k_stride, const float *v, int64_t v_stride, int64_t from,
     int64_t to)
@@ -191,7 +193,7 @@ static void store_rows(
     }
 }
 
-/* Store k and v, then attend: one layer of a decoder that torch computes. */
+/* The attention of one layer, including storing k and v, for a decoder whose other operations torch computes. */
 struct attention_call {
     struct attention attention;
     const float *k, *v;
@@ -208,7 +210,7 @@ static void attention_part(void *argument, int64_t rank, struct team *team)
     if (allocate_attention(&buffers, longest_of(a->step))) atomic_store(&call->failed, 1);
     split_range(a->step->rows, 1, rank, team->size, &from, &to);
     store_rows(a, call->k, call->k_stride, call->v, call->v_stride, from, to);
-    barrier(team); /* rows attend to keys that other threads stored */
+    barrier(team); /* rows attend to keys that other threads store */
     if (!atomic_load(&call->failed)) attend_pairs(a, &buffers, rank, team->size);
     free_attention(&buffers);
 }

@@ -14,7 +14,7 @@ INLINE float inverse_rms(const float *x, int64_t size, float eps)
     return 1.0f / sqrtf(sum(squares) / (float)size + eps);
 }
 
-/* out = x * inverse_rms(x) * weight; returns the factor. `out` may be `x`. */
+/* out = x * inverse_rms(x) * weight. Returns inverse_rms(x). `out` may be `x`. */
 INLINE float rms_norm_row(const float *x, const float *weight, int64_t size, float eps, float *out)
 {
     float factor = inverse_rms(x, size, eps);
@@ -22,8 +22,8 @@ INLINE float rms_norm_row(const float *x, const float *weight, int64_t size, flo
     return factor;
 }
 
-/* Rotary embedding of one head: (a, b) becomes (a cos - b sin, b cos + a sin), a and b the halves of `half`
- * elements. Direction -1 rotates back. `out` may be `x`. */
+/* Rotary embedding of one head: (a, b) becomes (a cos - b sin, b cos + a sin), where a and b are the two halves of x
+ * with `half` elements each. Direction -1 is the inverse rotation. `out` may be `x`. */
 INLINE void rotate_row(
     const float *x, const float *cosine, const float *sine, int64_t half, float direction, float *out)
 {
@@ -42,7 +42,8 @@ INLINE vec gelu_tanh(vec x)
     return x / (splat(1.0f) + exponential(splat(-2.0f) * inner)); /* x (1 + tanh(inner)) / 2 */
 }
 
-/* min(x, 7) / (1 + exp(-1.702 x)) and min(max(y, -7), 7) + 1: of gpt-oss */
+/* The activation of gpt-oss: the product of x / (1 + exp(-1.702 x)), where x is at most 7, and y + 1, where y is
+ * clamped to [-7, 7]. */
 INLINE vec clamped_gate(vec x)
 {
     x = blend(x > splat(7.0f), splat(7.0f), x);
@@ -63,7 +64,7 @@ INLINE vec gated(vec gate, vec up, int64_t activation)
     return (activation == GELU_TANH ? gelu_tanh(gate) : silu(gate)) * up;
 }
 
-/* gate = activation(gate) * up; `count` is rounded up to a multiple of 16. */
+/* gate = activation(gate) * up. The row needs padding to a multiple of LANES elements. */
 INLINE void gate_row(float *gate, const float *up, int64_t count, int64_t activation)
 {
     for (int64_t i = 0; i < count; i += LANES) {
@@ -73,8 +74,8 @@ INLINE void gate_row(float *gate, const float *up, int64_t count, int64_t activa
 
 /* The distribution softmax(scale * x) of one row: log p(x) = (x - shift) * scale - offset.
  *
- * The largest logit is subtracted before scaling. In the other order, a scale of 1e6 (temperature 1e-6) would turn
- * the rounding errors of large logits into whole nats. At scale 1 the shift includes the log of the sum. */
+ * The largest logit is subtracted before scaling. In the reverse order, a scale of 1e6 (temperature 1e-6) would amplify
+ * the rounding errors of large logits to whole nats. At scale 1 the shift includes the log of the sum. */
 struct softmax {
     float shift, scale, offset;
 };
@@ -98,16 +99,17 @@ INLINE struct softmax softmax_of(const float *x, int64_t size, float scale)
 
 INLINE vec scaled(vec x, struct softmax s) { return (x - splat(s.shift)) * splat(s.scale); }
 
-/* The log-prob of one logit. `volatile` prevents the compiler from fusing product and difference in only some of the
- * callers: sampling, scoring and learning must agree bit for bit. */
+/* The log-prob of one logit. Sampling, scoring and learning must agree bit for bit. `volatile` therefore prevents the
+ * compiler from fusing product and difference in some of the callers but not in others. */
 INLINE float log_probability(float x, struct softmax s)
 {
     volatile float product = (x - s.shift) * s.scale;
     return product - s.offset;
 }
 
-/* The token whose interval of the cumulative distribution contains `uniform` in [0, 1); its weight is never zero.
- * Sums are double. Partial sums of 256 tokens make the search little more expensive than one pass. */
+/* Return the token whose interval of the cumulative distribution contains `uniform`, a number in [0, 1). The token
+ * always has a positive probability. Sums are double. One pass computes the partial sums of 256 tokens each, so the
+ * search then looks at one group of 256 tokens only. */
 #define STRIDE 256
 INLINE int64_t invert_cumulative(const float *logits, int64_t size, struct softmax of, double uniform, double *sums)
 {
@@ -139,5 +141,5 @@ INLINE int64_t invert_cumulative(const float *logits, int64_t size, struct softm
             if (reached > threshold) return last;
         }
     }
-    return last; /* rounding at the end: the last token with a positive weight in this stride */
+    return last; /* rounding kept the sum below the threshold: take the last token with a positive weight */
 }

@@ -19,7 +19,7 @@ typedef void work(void *argument, int64_t rank, struct team *team);
 static struct {
     pthread_mutex_t lock;
     pthread_cond_t wake, done;
-    int64_t started, busy; /* threads that exist; threads still running the function */
+    int64_t started, busy; /* threads that exist, including the caller; threads that still run the function */
     atomic_long turn;
     work *function;
     void *argument;
@@ -55,7 +55,7 @@ static void barrier(struct team *team)
 static void *worker(void *rank_pointer)
 {
     int64_t rank = (int64_t)(intptr_t)rank_pointer;
-    long seen = 0; /* the first turn of this thread is always a later one */
+    long seen = 0; /* when a thread starts, `turn` is at least 1 */
     for (;;) {
         for (int spin = 0; spin < SPINS && atomic_load(&pool.turn) == seen; spin++) relax();
         pthread_mutex_lock(&pool.lock);
@@ -83,7 +83,7 @@ static void run_threads(work *function, void *argument, int64_t size)
     if (size > MOST_THREADS) size = MOST_THREADS;
     pthread_mutex_lock(&run_lock);
     pthread_mutex_lock(&pool.lock);
-    if (pool.process != getpid()) { /* a forked process has none of the threads */
+    if (pool.process != getpid()) { /* a fork copies none of the threads */
         pool.process = getpid();
         pool.started = 1;
         atomic_store(&pool.turn, 0);

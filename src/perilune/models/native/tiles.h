@@ -1,7 +1,8 @@
-/* Products of bfloat16 matrices by the tile unit of Intel processors (AMX, since Sapphire Rapids).
+/* Products of bfloat16 matrices with the tile unit of Intel processors (AMX, since Sapphire Rapids).
  *
- * A tile instruction multiplies 16 rows by 16 outputs over 32 inputs. Every element adds its inputs in the same order,
- * whatever its row, the number of rows and the thread, so the bits of a row do not depend on other rows. */
+ * A tile instruction multiplies 16 rows with 16 outputs over 32 inputs. Every element of the result adds its inputs in
+ * the same order, independently of the row, of the number of rows and of the thread. So the bits of a row do not depend
+ * on other rows. */
 #pragma once
 #include <stdatomic.h>
 #include "vector.h"
@@ -11,32 +12,33 @@
 #define HAS_TILES 1
 #endif
 
-#define SIDE 16          /* rows, and outputs, of a tile */
+#define SIDE 16          /* rows of a tile; also its outputs */
 #define TILE_INPUTS 32   /* inputs of one instruction */
-#define INPUTS_AT_ONCE 512 /* so that a panel of weights stays in the L1 cache; sums continue exactly from memory */
-#define ROWS_AT_ONCE_BYTES (768 * 1024) /* rows that stay in the L2 cache */
+#define INPUTS_AT_ONCE 512 /* this part of a panel stays in the L1 cache; reloading sums is exact */
+#define ROWS_AT_ONCE_BYTES (768 * 1024) /* size of the rows that stay in the L2 cache */
 
-/* A bfloat16 pair of each of 16 columns, from two rows of floats. */
+/* Round two rows of 16 floats to bfloat16. Each pair holds the two elements of a column. */
 INLINE void pair_rows(const float *low, const float *high, uint32_t *pairs)
 {
     for (int i = 0; i < SIDE; i++) pairs[i] = (uint32_t)narrow(low[i]) | (uint32_t)narrow(high[i]) << 16;
 }
 
-/* `words` pairs of consecutive floats, rounded to bfloat16. */
+/* Round `words` pairs of consecutive floats to bfloat16. */
 INLINE void round_pairs(const float *x, int64_t words, uint32_t *pairs)
 {
     for (int64_t j = 0; j < words; j++)
         pairs[j] = (uint32_t)narrow(x[2 * j]) | (uint32_t)narrow(x[2 * j + 1]) << 16;
 }
 
-/* to[j][i] = from[i][j] of 16 x 16 words. */
+/* to[j][i] = from[i][j] for 16 x 16 words. */
 INLINE void transpose_words(const uint32_t *from, uint32_t *to, int64_t to_stride)
 {
     for (int j = 0; j < SIDE; j++)
         for (int i = 0; i < SIDE; i++) to[j * to_stride + i] = from[i * SIDE + j];
 }
 
-/* rounded[row][k] = x[k][row], for rows [from, to) and an even number of inputs; `stride` is in floats. */
+/* rounded[row - from][k] = x[k][row] for rows [from, to). The number of inputs must be even. `stride` is the number of
+ * floats between rows of x. */
 static void round_across(
     const float *x, int64_t stride, int64_t from, int64_t to, int64_t inputs, uint16_t *rounded)
 {
@@ -62,10 +64,10 @@ static void round_across(
 
 #ifdef HAS_TILES
 
-/* Whether this process may use the tiles: Linux asks for permission once. */
+/* Return whether this process may use the tiles. Linux requires that a process requests permission once. */
 static int has_tiles(void)
 {
-    static atomic_int known; /* 0: not asked; 1: yes; 2: no */
+    static atomic_int known; /* 0: not requested; 1: allowed; 2: refused */
     int state = atomic_load(&known);
     if (!state) {
         const int request_permission = 0x1023, tile_data = 18;
@@ -75,7 +77,8 @@ static int has_tiles(void)
     return state == 1;
 }
 
-/* Tiles 0 to 3 are sums, of (rows, outputs) blocks (0, 0), (0, 1), (1, 0), (1, 1). 4 and 5 are rows, 6 and 7 outputs. */
+/* Tiles 0 to 3 hold the sums of the (row block, output block) pairs (0, 0), (0, 1), (1, 0) and (1, 1). Tiles 4 and 5 hold
+ * the rows of x, and tiles 6 and 7 the weights of the outputs. */
 static void configure_tiles(int rows)
 {
     struct {
@@ -93,7 +96,7 @@ static void configure_tiles(int rows)
     _tile_loadconfig(&config);
 }
 
-/* out[rows][32] += x w^T for up to 32 rows, one panel and inputs [from, to); starts from zero at input 0. */
+/* out[rows][32] += x w^T for up to 32 rows, one panel and inputs [from, to). If `from` is 0, out begins at zero. */
 INLINE void tile_block(
     const uint16_t *x, int64_t x_stride, const uint16_t *panel, int64_t from, int64_t to, float *out,
     int64_t out_stride, const int both)
@@ -134,8 +137,8 @@ INLINE void tile_block(
     }
 }
 
-/* All rows of x times panels [first, last) of a weight whose inputs are a multiple of 32. A last panel that is
- * cut off has a buffer of its own. */
+/* Multiply all rows of x with panels [first, last). The number of inputs must be a multiple of 32. The product with an
+ * incomplete last panel goes to a buffer first, because only its first `left` columns exist in `out`. */
 static void product_tiles(
     const uint16_t *x, int64_t x_stride, const uint16_t *panels, int64_t inputs, int64_t outputs, int64_t first,
     int64_t last, float *out, int64_t out_stride, int64_t count)

@@ -1,9 +1,9 @@
-/* Vectors as wide as the processor's registers, and functions on them whose library versions round differently by
- * position.
+/* Vectors as wide as the processor's registers, and functions on them. The library versions of these functions round
+ * differently at different positions of an array.
  *
- * A vector wider than a register lives in memory, which makes GCC's code nine times slower. Sums always use sixteen
- * lanes, in as many vectors as they need, and one fixed reduction tree. So a result depends only on the data, not on
- * the position in a batch or the width of the processor's registers.
+ * A vector is never wider than a register: GCC would keep it in memory, which makes the code nine times slower. Sums
+ * always use sixteen lanes, in one or more vectors, and one fixed reduction tree. So a result depends only on the data,
+ * not on the position in a batch or on the width of the processor's registers.
  */
 #pragma once
 #include <math.h>
@@ -13,7 +13,7 @@
 #include <immintrin.h>
 #endif
 
-#ifndef LANES /* of a register: AVX-512, AVX, and others such as NEON */
+#ifndef LANES /* floats in a register of AVX-512, of AVX, and of others such as NEON */
 #if defined(__AVX512F__)
 #define LANES 16
 #elif defined(__AVX__)
@@ -27,7 +27,7 @@
 #else
 #define REGISTERS 16
 #endif
-#define WIDE 16 /* lanes of a sum */
+#define WIDE 16 /* lanes over which a sum runs */
 #define PARTS (WIDE / LANES)
 #define INLINE static inline __attribute__((always_inline))
 #ifdef __clang__
@@ -46,14 +46,15 @@ typedef uint32_t word_in_memory __attribute__((vector_size(4 * LANES), aligned(4
 typedef uint16_t half_in_memory __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 typedef int8_t quarter_in_memory __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-INLINE vec splat(float x) { return x - (vec){0}; } /* not a sum, which would lose the sign of -0 */
+INLINE vec splat(float x) { return x - (vec){0}; } /* x + 0 would lose the sign of -0 */
 INLINE vec load(const float *p) { return *(const vec_in_memory *)p; }
 INLINE void store(float *p, vec x) { *(vec_in_memory *)p = x; }
 INLINE word load_words(const void *p) { return *(const word_in_memory *)p; }
 INLINE vec blend(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
 INLINE vec larger(vec a, vec b) { return blend(a > b, a, b); }
 
-/* x, rounded. In a b - c d a compiler may fuse either product with the difference; this one it cannot. */
+/* Return x, and prevent the compiler from fusing the product that computes x with a later sum or difference. Without
+ * this, it may fuse either product of a b - c d. */
 INLINE vec round_now(vec x)
 {
 #ifdef __aarch64__
@@ -108,7 +109,7 @@ INLINE vec widen_bytes(const int8_t *p)
 #endif
 }
 
-/* Sixteen lanes. */
+/* WIDE lanes, in as many vectors as they need. */
 struct lanes {
     vec part[PARTS];
 };
@@ -151,7 +152,7 @@ INLINE struct lanes load_lanes(const float *x, int64_t count, float rest)
     x = JOIN(x, SHUFFLE(x, 2, 3, 0, 1));   \
     x = JOIN(x, SHUFFLE(x, 1, 0, 3, 2));
 #endif
-/* Joins lanes eight apart first, then four, two and one. */
+/* Combine lanes that are eight apart, then four, two and one. */
 #define ACROSS(all, JOIN)                                                                        \
     UNROLL for (int apart = PARTS / 2; apart; apart /= 2)                       \
         UNROLL for (int p = 0; p < apart; p++)                                  \
@@ -172,9 +173,9 @@ INLINE float maximum(struct lanes all)
     return all.part[0][0];
 }
 
-/* exp(x) within 2 units in the last place; 0 below -87.3, where float32 becomes subnormal, and at most exp(88).
- * x = n ln 2 + r: exp(r) is the Taylor polynomial of degree 6 (|r| <= 0.35), and 2^n sets the exponent. NaN stays
- * NaN. */
+/* exp(x) within 2 units in the last place. The result is 0 below x = -87.3, where float32 becomes subnormal, and at
+ * most exp(88). With x = n ln 2 + r and |r| <= 0.35, the function computes exp(r) with the Taylor polynomial of degree 6
+ * and adds n to the exponent. NaN stays NaN. */
 INLINE vec exponential(vec x)
 {
     vec bounded = blend(x > splat(88.0f), splat(88.0f), x);
