@@ -1,15 +1,15 @@
-# The two commands of the README, and what developers run.
+# `make quickstart` and `make test` of the README, and further commands for developers.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# torch is installed first, with an upper bound, so that pip picks the small CPU build if there is one.
+# torch is installed first and has an upper bound, so that pip chooses the small CPU build if there is one.
 TORCH ?= torch>=2.6,<2.14
-# Test processes: two more than cores, because tests wait for processes; six at most.
+# The number of test processes: two more than there are cores, because tests wait for processes, and at most six.
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; echo $$((n + 2)))
-# pip compiles no bytecode: most modules are never imported, and Python compiles the others at first import.
+# pip compiles no bytecode, because most modules are never imported. Python compiles the others at their first import.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-input --retries 5 --timeout 60
 
-# Tests start hundreds of processes that import torch: without bytecode each would compile it anew.
+# Tests start hundreds of processes that import torch. Without stored bytecode each process would compile torch again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
@@ -26,13 +26,13 @@ RUN_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfil
 test: $(VENV)/.installed-dev lint types layers ## install the test dependencies, then run lint, types, layers and tests
 	$(RUN_TESTS) -m "not thorough" $(PYTEST)
 
-thorough: $(VENV)/.installed-dev ## the costly tests that make test leaves out, for a release
+thorough: $(VENV)/.installed-dev ## run the costly tests that make test skips, before a release
 	$(RUN_TESTS) -m thorough
 
-coverage: ## make test, with a list of the lines that no test reaches; takes 50% longer
+coverage: ## run make test and list the lines that no test reaches; takes 50% longer
 	$(MAKE) test PYTEST="--cov --cov-report=term:skip-covered"
 
-gpu: $(VENV)/.installed-dev ## the GPU tests, then the benchmarks, on a CUDA machine
+gpu: $(VENV)/.installed-dev ## run the GPU tests, then the benchmarks, on a CUDA machine
 	$(BIN)/python -m pytest -m gpu
 	$(BIN)/python benchmarks/passes_cuda.py
 	$(BIN)/python benchmarks/grpo_cuda.py
@@ -46,13 +46,13 @@ lint: $(VENV)/.installed-dev ## check formatting and lint rules
 types: $(VENV)/.installed-dev ## check types, strictly
 	$(BIN)/mypy
 
-layers: $(VENV)/.installed-dev ## check which package imports which
+layers: $(VENV)/.installed-dev ## check the imports between packages
 	$(BIN)/lint-imports
 
-docs: $(VENV)/.installed-docs ## the documentation as a site; warnings are errors
+docs: $(VENV)/.installed-docs ## build the documentation as a site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-results: $(VENV)/.installed-dev ## docs/results from benchmarks/results
+results: $(VENV)/.installed-dev ## generate docs/results from benchmarks/results
 	$(BIN)/python benchmarks/report.py
 
 wheel: $(VENV)/.installed-dev ## build the wheel into dist/ and test it outside the checkout
@@ -73,7 +73,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) --no-deps --upgrade --target $(VENV)/skypilot -r tests/execution/skypilot.txt
 	@touch $@
 
-# The documentation needs neither torch nor Perilune: mkdocs reads the source and does not run it.
+# Building the documentation needs neither torch nor Perilune, because mkdocs reads the source without running it.
 $(VENV)/.installed-docs: pyproject.toml | $(VENV)/bin/python
 	$(PIP) $$($(BIN)/python -c "import tomllib; \
 	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")

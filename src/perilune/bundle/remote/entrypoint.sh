@@ -1,5 +1,5 @@
 #!/bin/sh
-# Run this bundle here. Needs Python 3.11 or newer (PYTHON names it) and a package index.
+# Run this bundle on this machine. This needs Python 3.11 or newer (PYTHON, by default python3) and a package index.
 set -eu
 scripts=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 environment=$("${PYTHON:-python3}" "$scripts/bootstrap.py")

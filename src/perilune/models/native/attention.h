@@ -123,7 +123,7 @@ INLINE void weighted_values(
 
 /* softmax(scale q k^T) v of `heads` queries at one position that share keys and values.
  *
-  * The queries see positions [start, end). `scores` is a buffer of heads * scores_stride floats. `log_total`, if not
+ * The queries see positions [start, end). `scores` is a buffer of heads * scores_stride floats. `log_total`, if not
  * null, receives the log of the denominator of each softmax, that is, the log of the sum of exp(scale q k). `sinks`, if
  * not null, has one attention sink per query: a score that counts in the denominator and has no value. */
 INLINE void attend_heads(

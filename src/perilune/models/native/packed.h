@@ -1,6 +1,6 @@
 /* Causal attention of packed sequences, forward and backward.
  *
-  * Sequence s begins with a prefix of prefixes[s] tokens from prefix_starts[s] on, which other sequences may share. Its
+ * Sequence s begins with a prefix of prefixes[s] tokens from prefix_starts[s] on, which other sequences may share. Its
  * own lengths[s] tokens from starts[s] on follow. All indices refer to the flat list of tokens. */
 #pragma once
 #include <stdlib.h>
