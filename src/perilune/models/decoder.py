@@ -59,7 +59,9 @@ class SelfAttention(nn.Module):
         if self.gated:
             qkv, gate = self._split_gate(qkv)
         if self.qk_norm == "full":
-            qkv = self._normalized_in_full(qkv)
+            keys = self.kv_heads * self.size
+            q, k, v = torch.split_with_sizes(qkv, [qkv.shape[1] - 2 * keys, keys, keys], 1)
+            qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=1)
         qkv = qkv.view(x.shape[0], -1, self.size)
         qk, v = torch.split_with_sizes(qkv, [self.heads + self.kv_heads, self.kv_heads], 1)
         if self.qk_norm == "head":
@@ -101,11 +103,6 @@ class SelfAttention(nn.Module):
         if self.sinks is not None and source.sinks is not None:
             sinks = copy_in_place(self.sinks.detach(), source.sinks.detach().clone())
             self.sinks = nn.Parameter(sinks, requires_grad=False)
-
-    def _normalized_in_full(self, qkv: Tensor) -> Tensor:
-        keys = self.kv_heads * self.size
-        q, k, v = torch.split_with_sizes(qkv, [qkv.shape[1] - 2 * keys, keys, keys], 1)
-        return torch.cat([self.q_norm(q), self.k_norm(k), v], dim=1)
 
 
 class Block(nn.Module):

@@ -65,8 +65,10 @@ class LatentAttention(nn.Module):
         q, q_rotary = torch.split(q.view(len(x), self.heads, -1), [sizes.key_size, sizes.rotary_size], dim=-1)
         latent, k_rotary = torch.split(self.down_kv(x), [sizes.rank, sizes.rotary_size], dim=-1)
         latent = self.kv_a_layernorm(latent)[:, None]
-        rotary = self._rotated(torch.cat([q_rotary, k_rotary[:, None]], dim=1), cos, sin)
-        q_rotary, k_rotary = torch.split(rotary, [self.heads, 1], dim=1)
+        rotary = torch.cat([q_rotary, k_rotary[:, None]], dim=1)
+        if sizes.interleaved:  # move the pairs into two halves
+            rotary = rotary.view(*rotary.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
+        q_rotary, k_rotary = torch.split(rotate(rotary, cos, sin), [self.heads, 1], dim=1)
         if isinstance(attention, PackedAttention) and not is_exact(x):
             per_head = latent.expand(-1, self.heads, -1)
             keys = self.project_to_latent.apply_transposed(latent[:, 0])
@@ -79,12 +81,6 @@ class LatentAttention(nn.Module):
         k = torch.cat([latent, k_rotary], dim=-1)
         out = attention(q, k, k[..., : sizes.rank], self.layer)
         return self.out(self.project_values(out).flatten(1))
-
-    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate float[N, heads, D] after moving interleaved pairs into two halves."""
-        if self.sizes.interleaved:
-            x = x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
-        return rotate(x, cos, sin)
 
 
 class HeadProjection(Projection):

@@ -58,8 +58,8 @@ class TransformersModel:
         notice: a message that explains why the decoder is not used; empty if none is needed.
     """
 
-    def __init__(self, module: Any, config: ModelShape, notice: str = "") -> None:
-        self.module, self.config, self.notice = module, config, notice
+    def __init__(self, module: Any, config: ModelShape) -> None:
+        self.module, self.config, self.notice = module, config, ""
         self._accepts = inspect.signature(module.forward).parameters.keys()
 
     @property

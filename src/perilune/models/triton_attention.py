@@ -30,11 +30,8 @@ PART = 256
 _TILE_BYTES = 1 << 14  # bytes of keys read at a time; every GPU has room for two tiles and the next two
 _PARTS_PER_MERGE = 16
 _LOG2_E = 1.4426950408889634
-_VARYING = [
-    "table_stride",
-    "position_stride",
-    "parts",
-]  # change from step to step; compile once for all values
+# These change from step to step; compile once for all values.
+_VARYING = ["table_stride", "position_stride", "parts"]
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """The interpreter cannot multiply bfloat16, so factors become float32, in which products are exact."""
 

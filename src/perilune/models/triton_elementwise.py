@@ -17,12 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from perilune.models.native.ops import Activation
+from perilune.models.native.ops import ACTIVATIONS, Activation
 
 _TILE = 2048  # elements of a program
 _PROGRAMS = 512  # programs of the backward pass of a norm; each sums the weight's gradient over its rows
 _VARYING = ["count", "chunk"]  # change from step to step; compile once for all values
-_KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped": 2}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -88,7 +87,7 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     rows, size = gate.shape
     _gated[(rows, triton.cdiv(size, _TILE // 2))](
-        gate, up, out, gate.stride(0), up.stride(0), SIZE=size, KIND=_KINDS[activation], TILE=_TILE // 2,
+        gate, up, out, gate.stride(0), up.stride(0), SIZE=size, KIND=ACTIVATIONS[activation], TILE=_TILE // 2,
     )  # fmt: skip
     return out
 
@@ -99,7 +98,7 @@ def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: Activatio
     rows, size = gate.shape
     _gated_backward[(rows, triton.cdiv(size, _TILE // 2))](
         grad.contiguous(), gate, up, grad_gate, grad_up, gate.stride(0), up.stride(0),
-        SIZE=size, KIND=_KINDS[activation], TILE=_TILE // 2,
+        SIZE=size, KIND=ACTIVATIONS[activation], TILE=_TILE // 2,
     )  # fmt: skip
     return grad_gate, grad_up
 

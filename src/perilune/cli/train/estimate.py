@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from perilune.bundle.job import Job, Resources
     from perilune.cli.train.lengths import ExpectedLengths
     from perilune.cli.train.trial import Trial
-    from perilune.cli.train.work import Work
     from perilune.control.runs.experiments import Control
     from perilune.models.narrow import Precision
     from perilune.models.text.tokenizer import Tokenizer
@@ -170,10 +169,6 @@ def _estimate_stage(
     seconds = high if expected.at_most else (low + high) / 2
     memory = _estimate_memory(job, expected, overhead.memory.get(OVERHEAD_OF.get(job.task, job.task), 0))
     return Estimate(seconds, low, high, memory, expected.basis, expected.at_most)
-
-
-def _sum_seconds(work: Work, times: Mapping[str, float]) -> float:
-    return sum(amount * times[name] for name, amount in work.items())
 
 
 def _estimate_memory(job: Job, expected: ExpectedLengths, process: int) -> int | None:

@@ -1,9 +1,10 @@
 """A model card as a JSON document, for the command line, reports and notebooks."""
 
+from dataclasses import asdict
 from typing import Any
 
 from perilune.models.card.model_card import ModelCard
-from perilune.models.memory import MemoryPlan, plan_memory
+from perilune.models.memory import plan_memory
 
 
 def card_document(card: ModelCard, *, context: int, batch: int, item_bytes: int) -> dict[str, Any]:
@@ -46,8 +47,8 @@ def card_document(card: ModelCard, *, context: int, batch: int, item_bytes: int)
         "memory": {
             "batch": batch,
             "tokens": context,
-            "sampling": _bytes(sampling),
-            "training": _bytes(training),
+            "sampling": {"total": sampling.total, **asdict(sampling)},
+            "training": {"total": training.total, **asdict(training)},
         },
         "notes": notes,
     }
@@ -57,7 +58,3 @@ def curve_tokens(context: int) -> list[int]:
     """Return powers of two from 64 up to `context`, and `context` itself."""
     powers = [64 * 2**power for power in range(context.bit_length()) if 64 * 2**power < context]
     return [*powers, context]
-
-
-def _bytes(plan: MemoryPlan) -> dict[str, Any]:
-    return {"total": plan.total, "persistent": dict(plan.persistent), "transient": dict(plan.transient)}

@@ -46,10 +46,11 @@ class ModelCard:
 
     @property
     def parameters(self) -> int:
-        return self._outside + sum(
+        layers = sum(
             layer.mixer.parameters + layer.feed_forward.parameters + layer.norm_parameters
             for layer in self.layers
         )
+        return layers + self.table_parameters * (1 if self.tied else 2) + self.other_parameters
 
     @property
     def active_parameters(self) -> int:
@@ -58,10 +59,6 @@ class ModelCard:
             layer.feed_forward.parameters - layer.feed_forward.active_parameters for layer in self.layers
         )
         return self.parameters - idle
-
-    @property
-    def _outside(self) -> int:
-        return self.table_parameters * (1 if self.tied else 2) + self.other_parameters
 
     def cache_bytes(self, tokens: int, item_bytes: float = 2) -> int:
         """Return the bytes of a sequence of `tokens` tokens in the cache, with elements of `item_bytes`."""

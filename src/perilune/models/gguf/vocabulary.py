@@ -167,7 +167,8 @@ def vocabulary_metadata(folder: Path, size: int) -> dict[str, Any]:
         if model.get("type") == "WordLevel":  # a token per character; llama.cpp has no such tokenizer
             error.remedy = "a Hugging Face folder: perilune model export CHECKPOINT FOLDER"
         raise error
-    name = next((name for name, s in SPLITTINGS.items() if _describe_splitting(s) == steps), None)
+    splittings = {name: json.loads(_pre_tokenizer(rule).__getstate__()) for name, rule in SPLITTINGS.items()}
+    name = next((name for name, described in splittings.items() if _steps(described) == steps), None)
     if name is None:
         raise _not_in_gguf(folder, "the tokenizer splits text in a way that has no name in GGUF")
     tokens = [f"[PAD{index}]" for index in range(size)]
@@ -201,10 +202,6 @@ def _steps(described: Mapping[str, Any] | None) -> list[tuple[Any, ...]]:
         (step["type"], step.get("pattern"), step.get("use_regex"), step.get("individual_digits"))
         for step in steps
     ]
-
-
-def _describe_splitting(splitting: Splitting) -> list[tuple[Any, ...]]:
-    return _steps(json.loads(_pre_tokenizer(splitting).__getstate__()))
 
 
 def _not_in_gguf(folder: Path, why: str) -> RequestError:
