@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, StringConstraints
+from pydantic import StringConstraints
 from starlette.responses import PlainTextResponse
 
 from perilune.engine.engine import Engine
 from perilune.files import open_inside
 from perilune.models.adapters.files import Adapter
-from perilune.serve.bodies import read_body
+from perilune.serve.bodies import StrictBody, read_body
 from perilune.serve.engine_thread import EngineThread
 from perilune.serve.errors import ApiError, shorten
 
@@ -30,17 +30,13 @@ _MAX_JSON_BYTES = 1 << 20  # bytes of its other files; their parser holds up all
 _Name = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[\w./:@+-]+$")]
 
 
-class _LoadBody(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class _LoadBody(StrictBody):
     lora_name: _Name
     lora_path: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
     load_inplace: bool = False
 
 
-class _UnloadBody(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class _UnloadBody(StrictBody):
     lora_name: _Name
     lora_int_id: int | None = None  # vLLM ignores it too
 

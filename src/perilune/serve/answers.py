@@ -24,9 +24,8 @@ _CALL_KINDS = ("call", "arguments")
 # incomplete, like one that was cut off, and "stop" would mark it as complete.
 _FINISH_REASONS: dict[str | None, str] = {"aborted": "length"}
 
-encode_json = json.JSONEncoder(
-    separators=(",", ":"), ensure_ascii=False
-).encode  # creating an encoder costs as much as encoding
+# Creating an encoder costs as much as encoding.
+encode_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
 @dataclass(slots=True)
@@ -152,7 +151,6 @@ class CompletionAnswer:
         return {"object": self._kind, **self._header, "choices": documents, "usage": usage.document()}
 
     def _prepend_prompt(self, choice: dict[str, Any], prompt: Delta) -> None:
-        """Put the prompt before the text of a choice, and before its log-probs."""
         choice["text"] = prompt.text + choice["text"]
         if (after := choice["logprobs"]) is None:
             return

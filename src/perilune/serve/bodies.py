@@ -130,10 +130,7 @@ def _parse(data: bytes) -> Any:
         return json.loads(data)
     except json.JSONDecodeError as error:
         reason = f"{error.msg}, at character {error.pos}"
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # not Unicode, a number with too many digits, or deep nesting
+    except (ValueError, RecursionError) as error:  # not Unicode, too many digits, or deep nesting
         reason = str(error)
     raise ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
 
@@ -147,6 +144,12 @@ def _check_count(data: bytes) -> None:
         if all(structure.count(character) <= most for character, most in _MAX_CHARACTER_COUNTS.items()):
             return
     raise ApiError(400, "the body has too many values", code="too_many_values")
+
+
+class StrictBody(BaseModel):
+    """A JSON object of a request. Unknown keys and values of other types are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class Body(BaseModel):

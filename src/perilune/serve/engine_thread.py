@@ -34,7 +34,6 @@ class StepEngine(Protocol):
     @property
     def unfinished(self) -> bool:
         """True if a sample is not finished."""
-        ...
 
     def add(self, request: Request, *, stream: bool) -> int: ...
 
@@ -44,7 +43,6 @@ class StepEngine(Protocol):
 
     def restart(self) -> None:
         """Drop all requests; raises if the engine can no longer sample."""
-        ...
 
 
 class Stream:
@@ -138,23 +136,18 @@ class EngineThread:
 
     Args:
         engine: only this thread may use it after `start`.
-        on_failure: called in the event loop when the engine has failed permanently.
-        on_restart: called in the event loop when the engine was restarted after a failure.
 
     Attributes:
+        on_failure: called in the event loop when the engine has failed permanently.
+        on_restart: called in the event loop when the engine was restarted after a failure.
         paused: whether no step is computed; set it with `run_between_steps`.
         failure: the error after which the engine could not be restarted.
     """
 
-    def __init__(
-        self,
-        engine: StepEngine,
-        *,
-        on_failure: Callable[[BaseException], None] = lambda error: None,
-        on_restart: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, engine: StepEngine) -> None:
         self._engine = engine
-        self.on_failure, self.on_restart = on_failure, on_restart
+        self.on_failure: Callable[[BaseException], None] = lambda error: None
+        self.on_restart: Callable[[], None] = lambda: None
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # Used in the event loop only: unfinished streams, and the stream and first choice of each request.
         self._unfinished: set[Stream] = set()

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 from perilune.data.tool_calls import ToolCall
 from perilune.serve.forced_calls import CallPart, ForcedCalls
-from perilune.serve.tool_formats import MAX_CALLS, Brackets, ToolFormat
+from perilune.serve.tool_formats import MAX_CALLS, Brackets, ToolFormat, find_mark
 
 THINK_START, THINK_END = "<think>", "</think>"
 
@@ -63,7 +63,6 @@ class Reader(Protocol):
 
     def feed(self, text: str, *, last: bool) -> Parts:
         """Return the parts that can be read with more text; `last` flushes the text that was held back."""
-        ...
 
 
 class PartsReader:
@@ -118,9 +117,9 @@ class PartsReader:
             parts.add("reasoning", thought)
             self._buffer, self._state, self._skip_whitespace = rest, "content", True
             return
-        partial = "" if last else _partial_mark(thought, THINK_END)
-        parts.add("reasoning", thought.removesuffix(partial))
-        self._buffer = partial
+        end = len(thought) if last else find_mark(thought, THINK_END)
+        parts.add("reasoning", thought[:end])
+        self._buffer = thought[end:]
 
     def _read_content(self, parts: Parts, last: bool) -> None:
         if self._forced is not None:
@@ -157,9 +156,3 @@ class PartsReader:
         self._skip_whitespace = self._skip_whitespace and not text
         self._at_start = self._at_start and not text.strip()
         parts.add("content", text)
-
-
-def _partial_mark(text: str, mark: str) -> str:
-    """Return the longest end of `text` that is a proper prefix of `mark`."""
-    lengths = range(min(len(mark) - 1, len(text)), 0, -1)
-    return next((mark[:length] for length in lengths if text.endswith(mark[:length])), "")

@@ -145,19 +145,19 @@ class ResponseAnswer:
             fields = {"arguments": arguments, "name": item["name"]}
             self._emit("response.function_call_arguments.done", **self._call_location(), **fields)
             item["arguments"] = arguments
-            self._texts, self._open = [], None
-            self._finish_item(status)
-            return
-        part = self._output[-1]["content"][0]
-        part["text"] = "".join(self._texts)
-        if self._open == "reasoning":
-            self._emit("response.reasoning_text.done", **self._location(), text=part["text"])
         else:
-            logprobs = part["logprobs"]
-            self._emit("response.output_text.done", **self._location(), text=part["text"], logprobs=logprobs)
-        self._emit("response.content_part.done", **self._location(), part=part)
+            part = self._output[-1]["content"][0]
+            part["text"] = text = "".join(self._texts)
+            if self._open == "reasoning":
+                self._emit("response.reasoning_text.done", **self._location(), text=text)
+            else:
+                logprobs = part["logprobs"]
+                self._emit("response.output_text.done", **self._location(), text=text, logprobs=logprobs)
+            self._emit("response.content_part.done", **self._location(), part=part)
         self._texts, self._open = [], None
-        self._finish_item(status)
+        self._output[-1]["status"] = status
+        index = len(self._output) - 1
+        self._emit("response.output_item.done", output_index=index, item=self._output[-1])
 
     def _begin_call_item(self, name: str, arguments: str) -> None:
         """Begin an item with a call, which stays open for further arguments."""
@@ -177,11 +177,6 @@ class ResponseAnswer:
     def _add_item(self, item: dict[str, Any]) -> None:
         self._output.append(item)
         self._emit("response.output_item.added", output_index=len(self._output) - 1, item=item)
-
-    def _finish_item(self, status: str) -> None:
-        self._output[-1]["status"] = status
-        index = len(self._output) - 1
-        self._emit("response.output_item.done", output_index=index, item=self._output[-1])
 
     def _location(self) -> dict[str, Any]:
         """Return the fields of an event that locate the text of the last item."""

@@ -27,23 +27,26 @@ async def run_while_connected(work: Coroutine[Any, Any, Result], receive: Receiv
             raise DisconnectedError
         return working.result()
     finally:
-        await _cancel(working, watching)
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
 
 
-class EventStream(Response):
-    """Server-sent events.
+class StreamedResponse(Response):
+    """A response that is sent while it is generated, such as server-sent events or audio.
 
     Args:
-        events: the bytes to send, piece by piece.
-        finished: called at the end with True if all events were sent.
+        pieces: the bytes to send.
+        finished: called at the end with True if all pieces were sent.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncIterator[bytes], finished: Callable[[bool], None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(
+        self, pieces: AsyncIterator[bytes], finished: Callable[[bool], None], media_type: str
+    ) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
-        self._events, self._finished = events, finished
+        self._pieces, self._finished = pieces, finished
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         complete = False
@@ -57,18 +60,11 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for events in self._events:
-            await send({"type": "http.response.body", "body": events, "more_body": True})
+        async for piece in self._pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel unfinished tasks and wait for their cleanup."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -310,9 +310,7 @@ class CompletionBody(Sampling):
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, as texts or token ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
 

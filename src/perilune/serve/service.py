@@ -32,7 +32,7 @@ from perilune.serve.metrics import Metrics
 from perilune.serve.model import ServedModel
 from perilune.serve.parts import THINK_END, THINK_START, Beginning, PartsReader, Reader
 from perilune.serve.prompts import Conversation, Prompts
-from perilune.serve.responses import DisconnectedError, EventStream, run_while_connected
+from perilune.serve.responses import DisconnectedError, StreamedResponse, run_while_connected
 from perilune.serve.schema import (
     MAX_CHOICES,
     ChatBody,
@@ -231,7 +231,8 @@ class Service:
             if not body.stream:
                 return await exchange.json_response(request)
             streaming = True
-            return EventStream(exchange.events(), lambda complete: self._finish(exchange, complete))
+            finish = partial(self._finish, exchange)
+            return StreamedResponse(exchange.events(), finish, "text/event-stream")
         except DisconnectedError:
             self.metrics.count_disconnect()
             return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -338,7 +339,6 @@ class Service:
         return body.params(max_tokens, self.model.end_tokens, top_logprobs)
 
     def _detect_beginning(self, body: ChatBody, prompt: Sequence[int]) -> Beginning:
-        """Detect the kind of text at the start of the answer."""
         text = body.messages[-1].text if body.continue_final_message else ""
         if self.model.tool_format.channels:
             return "content" if text else "channels"

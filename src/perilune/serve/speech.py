@@ -19,7 +19,7 @@ from perilune.serve.engine_thread import EngineThread, Stream
 from perilune.serve.errors import CLIENT_CLOSED_REQUEST, unknown_model_error
 from perilune.serve.lanes import Lanes
 from perilune.serve.metrics import BUCKETS_S, Metrics
-from perilune.serve.responses import DisconnectedError, EventStream, run_while_connected
+from perilune.serve.responses import DisconnectedError, StreamedResponse, run_while_connected
 from perilune.serve.schema import DEFAULT_VOICE, SpeechBody
 from perilune.serve.service import queue_full_error
 from perilune.speech.prompt import AUTO_LANGUAGE, Utterance
@@ -123,7 +123,7 @@ class SpeechService:
                 return await self._respond(stream, body, request, began)
             streaming = True
             pieces = self._encode_stream(stream, wav=body.response_format == "wav")
-            return AudioStream(pieces, lambda complete: self._finish(stream, complete, began), kind)
+            return StreamedResponse(pieces, lambda complete: self._finish(stream, complete, began), kind)
         except DisconnectedError:
             self.metrics.count_disconnect()
             return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -151,14 +151,11 @@ class SpeechService:
             self._entering -= 1
 
     async def _respond(self, stream: Stream, body: SpeechBody, request: Request, began: float) -> Response:
-        complete = False
         try:
             samples = await run_while_connected(self._collect(stream), request.receive)
-            complete = True
         finally:
             self._close(stream, began)
         data = b"".join(map(encode_pcm, samples))
-        assert complete
         if body.response_format == "pcm":
             headers = {"X-Sample-Rate": str(self.speaker.config.codec.sample_rate)}
             return Response(data, media_type="audio/pcm", headers=headers)
@@ -209,14 +206,6 @@ class SpeechService:
             "languages": [AUTO_LANGUAGE, *spoken],
             "sample_rate": config.codec.sample_rate,
         }
-
-
-class AudioStream(EventStream):
-    """Audio in chunks, as the model generates it."""
-
-    def __init__(self, pieces: AsyncIterator[bytes], finished: Any, kind: str) -> None:
-        self.media_type = kind
-        super().__init__(pieces, finished)
 
 
 def speech_routes(service: SpeechService) -> APIRouter:

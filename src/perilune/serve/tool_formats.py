@@ -125,6 +125,7 @@ class ToolFormat(ABC):
         quotes: characters that begin and end strings in calls.
         usage: instructions for a model without a chat template for tools.
         spelling: how calls are spelled; None if their arguments are no JSON, or calls cannot be forced.
+        template_mark: a text that identifies the format in a chat template.
         channels: whether an answer consists of messages in channels, which `ChannelsReader` reads.
     """
 
@@ -133,14 +134,15 @@ class ToolFormat(ABC):
     quotes = '"'
     usage = ""
     spelling: Spelling | None = None
+    template_mark: str
     channels = False
 
-    @abstractmethod
     def find_call(self, text: str, *, at_start: bool) -> int:
         """Return the index of a call or its possible beginning in `text`; the length of `text` if none.
 
         `at_start`: whether only white space and calls precede `text`.
         """
+        return find_mark(text, self.marks[0])
 
     @abstractmethod
     def parse(self, text: str, brackets: Brackets) -> ParsedText | None:
@@ -150,9 +152,9 @@ class ToolFormat(ABC):
     def format_calls(self, calls: Sequence[ToolCall]) -> str:
         """Format calls as text."""
 
-    @abstractmethod
     def matches_template(self, template: str) -> bool:
         """Return whether a chat template uses this format."""
+        return self.template_mark in template
 
     def with_schemas(self, schemas: Schemas) -> ToolFormat:
         """Return the format for calls of these functions."""
@@ -172,10 +174,8 @@ class ToolFormat(ABC):
 class Hermes(ToolFormat):
     name: ToolFormatName = "hermes"
     _open, _close = marks = ("<tool_call>", "</tool_call>")
+    template_mark = _open
     spelling = Spelling("", f'{_open}\n{{"name": "', '", "arguments": ', f"}}\n{_close}", "\n", "")
-
-    def find_call(self, text: str, *, at_start: bool) -> int:
-        return _find_mark(text, self._open)
 
     def parse(self, text: str, brackets: Brackets) -> ParsedText | None:
         end = text.find(self._close)
@@ -191,9 +191,6 @@ class Hermes(ToolFormat):
     def describe(self, tools: Iterable[Mapping[str, Any]], system: str) -> str:
         return describe_tools(tools, system)
 
-    def matches_template(self, template: str) -> bool:
-        return self._open in template
-
 
 class TaggedFormat(Hermes):
     """A format in which arguments are texts between tags. The schema of a function says which are strings.
@@ -202,13 +199,11 @@ class TaggedFormat(Hermes):
 
     Attributes:
         call, argument: regular expressions of a call and of an argument, each with a name and a value.
-        mark: a text that identifies the format in a chat template.
         texts: around the name of a call, its arguments, and the name and the value of an argument.
     """
 
     call: re.Pattern[str]
     argument: re.Pattern[str]
-    mark: str
     texts: tuple[str, ...]
 
     def __init__(self, schemas: Schemas | None = None) -> None:
@@ -257,13 +252,10 @@ class TaggedFormat(Hermes):
     def describe(self, tools: Iterable[Mapping[str, Any]], system: str) -> str:
         return ToolFormat.describe(self, tools, system)
 
-    def matches_template(self, template: str) -> bool:
-        return self.mark in template
-
 
 class Qwen3Coder(TaggedFormat):
     name = "qwen3_coder"
-    mark = "<function="
+    template_mark = "<function="
     call = re.compile(rf"\s*<function=({NAME})>\s*(.*?)</function>\s*", re.DOTALL)
     argument = re.compile(r"<parameter=([^>\n]{1,256})>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
     texts = ("\n<function=", ">\n", "<parameter=", ">\n", "\n</parameter>\n", "</function>\n")
@@ -275,7 +267,7 @@ class Qwen3Coder(TaggedFormat):
 
 class Glm45(TaggedFormat):
     name = "glm45"
-    mark = "<arg_key>"
+    template_mark = "<arg_key>"
     call = re.compile(rf"\s*({NAME})\s*((?:<arg_key>.*)?)", re.DOTALL)
     argument = re.compile(r"<arg_key>([^<]{1,256})</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
     texts = ("", "\n", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", "")
@@ -288,15 +280,13 @@ class Glm45(TaggedFormat):
 class Mistral(ToolFormat):
     name = "mistral"
     marks = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+    template_mark = marks[0]
     usage = 'To call some, write [TOOL_CALLS][{"name": NAME, "arguments": {...}}, ...] at the end.'
     _head = re.compile(
         rf"\s*(?:({NAME})\s*(?:\[CALL_ID\]\w{{1,64}}\s*)?(?:\[ARGS\]\s*)?(?=\{{)|(?=\[[\s{{\]]))"
     )
     _longest_head = 256
     spelling = Spelling(f"{marks[0]}[", '{"name": "', '", "arguments": ', "}", ", ", "]")
-
-    def find_call(self, text: str, *, at_start: bool) -> int:
-        return _find_mark(text, self.marks[0])
 
     def parse(self, text: str, brackets: Brackets) -> ParsedText | None:
         mark = len(self.marks[0])
@@ -321,9 +311,6 @@ class Mistral(ToolFormat):
     def new_id(self, name: str, number: int) -> str:
         """Return nine letters and digits, which Mistral's chat templates demand."""
         return secrets.token_hex(5)[:9]
-
-    def matches_template(self, template: str) -> bool:
-        return self.marks[0] in template
 
 
 class NamedMistral(Mistral):
@@ -370,6 +357,7 @@ class Pythonic(ToolFormat):
     name = "pythonic"
     quotes = "\"'"
     usage = "To call some, write [NAME(ARGUMENT=VALUE, ...), ...] and nothing else."
+    template_mark = "[func_name1("  # of the instructions that Meta gives for this format
     _may_begin = re.compile(rf"\s*(?:\[\s*(?:{NAME}\s*)?)?")
     _begins = re.compile(rf"\s*(?=\[\s*{NAME}\s*\()")
 
@@ -389,23 +377,15 @@ class Pythonic(ToolFormat):
     def format_calls(self, calls: Sequence[ToolCall]) -> str:
         return f"[{', '.join(f'{name}({_python_arguments(values)})' for name, values in calls)}]"
 
-    def matches_template(self, template: str) -> bool:
-        return "[func_name1(" in template  # of the instructions that Meta gives for this format
-
 
 class ControlTokenFormat(ToolFormat):
     """A format with control tokens around all calls, around each call, and before its JSON arguments.
 
     Attributes:
         call: the regular expression of a call, with its name and its arguments.
-        template_mark: a text that identifies the format in a chat template.
     """
 
     call: re.Pattern[str]
-    template_mark: str
-
-    def find_call(self, text: str, *, at_start: bool) -> int:
-        return _find_mark(text, self.marks[0])
 
     def parse(self, text: str, brackets: Brackets) -> ParsedText | None:
         inner, mark, _ = text[len(self.marks[0]) :].partition(self.marks[-1])
@@ -427,9 +407,6 @@ class ControlTokenFormat(ToolFormat):
     @property
     def usage(self) -> str:  # type: ignore[override]
         return f"To call some, write {self.format_calls([('NAME', '{...}')])} at the end."
-
-    def matches_template(self, template: str) -> bool:
-        return self.template_mark in template
 
 
 class DeepSeekV31(ControlTokenFormat):
@@ -498,9 +475,6 @@ class Harmony(ToolFormat):
     )
     _call = re.compile(rf"[^{{]*?\bto=functions\.({NAME})[^{{]*?<\|message\|>(.*?)<\|call\|>", re.DOTALL)
 
-    def find_call(self, text: str, *, at_start: bool) -> int:
-        return _find_mark(text, self.marks[0])
-
     def parse(self, text: str, brackets: Brackets) -> ParsedText | None:
         call = self._call.match(text)
         if call is None:
@@ -540,7 +514,7 @@ def detect_format(template: str | None) -> ToolFormat:
     return next((form for form in _DETECTED if form.matches_template(template or "")), FORMATS["hermes"])
 
 
-def _find_mark(text: str, mark: str) -> int:
+def find_mark(text: str, mark: str) -> int:
     """Return the index of `mark` in `text`, or of its beginning at the end of `text`; len(text) if none."""
     index = text.find(mark)
     if index >= 0:

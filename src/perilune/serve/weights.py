@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from perilune.engine.engine import Engine
 from perilune.files import sha256_file
 from perilune.models.checkpoints.stored import StoredDecoder
-from perilune.serve.bodies import read_body
+from perilune.serve.bodies import StrictBody, read_body
 from perilune.serve.engine_thread import EngineThread
 from perilune.serve.errors import ApiError
 from perilune.weights.checkpoint import load_tensors
@@ -36,22 +36,16 @@ _RANGE = re.compile(r"bytes ([0-9]{1,15})-([0-9]{1,15})/([0-9]{1,15})")
 _UPDATE_OVERHEAD_BYTES = 1 << 24  # bytes of an update's header, and of positions beyond the values
 
 
-class _UseBody(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class _UseBody(StrictBody):
     file: str = Field(pattern=f"^{_DIGEST.pattern}$")
 
 
-class _Reload(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class _Reload(StrictBody):
     weights_path: str = Field(min_length=1, max_length=4096)
     is_checkpoint_format: Literal[True] = True
 
 
-class _RpcBody(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class _RpcBody(StrictBody):
     method: Literal["reload_weights"]
     kwargs: _Reload
     args: tuple[()] = ()
