@@ -61,11 +61,9 @@ class MemoryNeed(Protocol):
     @property
     def total(self) -> int:
         """Bytes."""
-        ...
 
     def fitting(self, available: int) -> str:
         """Return a change of keys that makes the stage fit into `available` bytes; "" if none is known."""
-        ...
 
 
 class TaskPlugin(Protocol):
@@ -96,11 +94,9 @@ class TaskPlugin(Protocol):
         Raises:
             RequestError: when the job cannot work (unknown environment, impossible value).
         """
-        ...
 
     def run(self, workspace: Workspace) -> Mapping[str, Any]:
         """Run the task in a bundle; return the contents of artifacts/summary.json."""
-        ...
 
 
 @cache

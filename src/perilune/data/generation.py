@@ -50,7 +50,6 @@ class Generator(Protocol):
 
         The rows depend only on the tasks and their indices, not on earlier calls.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

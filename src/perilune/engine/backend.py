@@ -16,7 +16,6 @@ class SamplingBackend(Protocol):
     @property
     def positions(self) -> int | None:
         """Most tokens of prompt and sample together; None if unknown."""
-        ...
 
     def sample(
         self,
@@ -33,4 +32,3 @@ class SamplingBackend(Protocol):
             RequestError: when the model cannot serve the prompts or parameters.
             WorkFailedError: when sampling fails.
         """
-        ...

@@ -205,7 +205,6 @@ class Engine:
 
     @property
     def _has_linear_attention(self) -> bool:
-        """True if the model has linear attention."""
         return getattr(self._config, "delta", None) is not None
 
     def _make_draft(self) -> Runner | None:

@@ -60,7 +60,6 @@ class OffloadCounters:
 
     Attributes:
         stored: written to memory.
-
         dropped: removed for lack of room.
         loaded_from_memory, loaded_from_disk: loaded into the cache.
         corrupt: with a wrong checksum, or unreadable.
@@ -69,7 +68,6 @@ class OffloadCounters:
     """
 
     stored: int = 0
-
     dropped: int = 0
     loaded_from_memory: int = 0
     loaded_from_disk: int = 0

@@ -79,7 +79,6 @@ class Proposer(Protocol):
 
     def propose(self, rows: Rows, limits: Tokens) -> list[Tokens]:
         """Return at most `limits` int64[B] tokens for each of `rows` int64[B], which have room for them."""
-        ...
 
 
 class Speculation:

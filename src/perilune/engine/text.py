@@ -52,7 +52,9 @@ class TextStream:
 
     def take_text(self, *, last: bool) -> str:
         """Return the text since the last call; unless `last`, hold back an end that may begin a stop text."""
-        end = len(self.text) if last or self.stopped else len(self.text) - self._held_back_length()
+        end = len(self.text)
+        if not (last or self.stopped):
+            end -= max((_partial_match_length(self.text, stop) for stop in self._stops), default=0)
         end = max(end, self._sent)
         new = self.text[self._sent : end]
         self._sent = end
@@ -71,10 +73,6 @@ class TextStream:
                 matches.append(index)
         if matches:
             self.text, self.stopped = self.text[: min(matches)], True
-
-    def _held_back_length(self) -> int:
-        """Return the number of characters at the end that may begin a stop text."""
-        return max((_partial_match_length(self.text, stop) for stop in self._stops), default=0)
 
 
 def _partial_match_length(text: str, stop: str) -> int:

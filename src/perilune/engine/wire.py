@@ -43,7 +43,6 @@ class Dialect(Protocol):
 
     def make_body(self, model: str, prompt: Prompt, n: int, params: SamplingParams) -> dict[str, Any]:
         """Return the JSON document to post."""
-        ...
 
     def parse(self, answer: Any, n: int) -> list[Completion]:
         """Return the samples in an answer, in order.
@@ -51,7 +50,6 @@ class Dialect(Protocol):
         Raises:
             MalformedError: when the answer does not follow this dialect.
         """
-        ...
 
 
 class OpenAICompletions:

@@ -19,11 +19,9 @@ class Opponents(Protocol):
 
     def prepare(self, step: int) -> None:
         """Load the opponent of a step. Called before the step's rollouts, possibly more than once."""
-        ...
 
     def opponent_players(self, key: tuple[int, int, int], players: int) -> Collection[int]:
         """Return the opponents' players in all rollouts of the task at (seed, step, index in the step)."""
-        ...
 
 
 @dataclass(frozen=True)

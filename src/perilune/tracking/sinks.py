@@ -43,11 +43,9 @@ class Sink(Protocol):
 
     def write(self, figures: Figures) -> None:
         """Record one step."""
-        ...
 
     def close(self, *, failed: bool = False) -> None:
         """Flush all figures, and record whether the run failed."""
-        ...
 
 
 def open_sink(name: str, directory: Path, run: TrackedRun) -> Sink:

@@ -33,21 +33,17 @@ class Call(Protocol):
     @property
     def boundary(self) -> str:
         """The component to blame if the process breaks during this call."""
-        ...
 
     @property
     def is_verdict(self) -> bool:
         """True if it scores a whole transcript, independent of earlier calls."""
-        ...
 
     @property
     def steps(self) -> int:
         """The number of steps, each of which has the time limit of an item. Read before `document`."""
-        ...
 
     def document(self, generation: int) -> Mapping[str, Any]:
         """Return the request, for the worker of that generation."""
-        ...
 
     def read(self, answer: Mapping[str, Any]) -> Any:
         """Parse the answer, which may be hostile.
@@ -55,7 +51,6 @@ class Call(Protocol):
         Raises:
             KeyError, TypeError, ValueError, OverflowError, AttributeError: if the answer is malformed.
         """
-        ...
 
 
 class EnvironmentProcess:

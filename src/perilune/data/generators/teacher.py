@@ -73,7 +73,6 @@ class Teacher(Protocol):
 
     def candidates(self, tasks: Iterable[Task], seed: int) -> Iterator[Candidate]:
         """At most one candidate per task, in the order of `tasks`; deterministic for a seed."""
-        ...
 
 
 def prepare_teacher(teacher: Teacher, environment: Environment) -> None:

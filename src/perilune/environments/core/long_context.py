@@ -30,11 +30,9 @@ class LongContexts(Protocol):
 
     def context(self, task: Task) -> str:
         """Return the context of a task."""
-        ...
 
     def question(self, task: Task) -> str:
         """Return the question about the context."""
-        ...
 
 
 def make_glimpse(context: str) -> Glimpse:

@@ -197,11 +197,9 @@ class Session(Protocol):
         Args:
             finished: False if a limit cut the action off. The episode is then done.
         """
-        ...
 
     def close(self) -> None:
         """Release the session's resources. It may be called before the episode is done, and repeatedly."""
-        ...
 
 
 class Environment(Protocol):
@@ -224,19 +222,15 @@ class Environment(Protocol):
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         """Yield distinct tasks of a split, in an order that `seed` determines. May be infinite."""
-        ...
 
     def reset(self, task: Task, seed: int) -> Session:
         """Open a session on `task`. `seed` determines every random draw of the episode."""
-        ...
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
         """Score a transcript: the total that a session with the same actions gives `transcript.player`.
 
         A pure function. It may be slow or run untrusted code, so call it through `perilune.verifiers.Scorer`.
         """
-        ...
 
     def close(self) -> None:
         """Release the resources that the sessions share. It may be called repeatedly."""
-        ...

@@ -28,7 +28,6 @@ class SearchAgent(Protocol):
 
     def take(self, text: str) -> Answer | str:
         """Return the answer that ends the episode, or the text that the agent sees."""
-        ...
 
 
 class CodeAgent:

@@ -66,4 +66,3 @@ class Host(Protocol):
                 exceeded `MAX_OUTPUT_BYTES`.
             HostRefusedError: the machine is the wrong one or refuses access.
         """
-        ...

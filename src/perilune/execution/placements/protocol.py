@@ -91,7 +91,6 @@ class Placement(Protocol):
             HostUnreachableError: the connection failed.
             HostRefusedError: the machine is the wrong one or refuses access.
         """
-        ...
 
     def start(self, attempt: Assignment) -> None:
         """Start a worker. Starting twice is harmless, because only one worker can claim the attempt.
@@ -100,18 +99,15 @@ class Placement(Protocol):
             RequestError: a secret of the job is not set, or a newer attempt has started there.
             HostUnreachableError: it may have been started.
         """
-        ...
 
     def is_starting(self, attempt: Assignment) -> bool:
         """Return whether a worker that this process started lives and has not claimed the attempt yet."""
-        ...
 
     def observe(self, attempt: Assignment) -> Observation:
         """Observe the attempt. Reports a failed connection in the observation instead of raising.
 
         Small new files may be transferred along; `Observation.more` says whether a pull would bring more.
         """
-        ...
 
     def pull(self, attempt: Assignment, *, whole: bool = False) -> None:
         """Transfer what is new: ends of logs, metrics, complete checkpoints.
@@ -124,7 +120,6 @@ class Placement(Protocol):
             HostUnreachableError: transferred files are kept, and the next pull continues from there.
             WorkFailedError: with `whole`, if the files there differ from their manifest.
         """
-        ...
 
     def stop(self, attempt: Assignment) -> bool:
         """End the attempt: ask, wait, then kill it and all its processes. No worker can start it afterwards.
@@ -135,7 +130,6 @@ class Placement(Protocol):
         Raises:
             HostUnreachableError: nothing is proven.
         """
-        ...
 
     def remove(self, attempt: Assignment) -> None:
         """Delete the attempt's remote files. Call it only after the attempt was stopped and pulled whole.
@@ -143,4 +137,3 @@ class Placement(Protocol):
         Raises:
             HostUnreachableError: the files may or may not be deleted.
         """
-        ...

@@ -166,11 +166,9 @@ class Provider(Protocol):
 
     def offers(self) -> Sequence[Offer]:
         """Return the kinds of machines with their prices."""
-        ...
 
     def find(self, key: str) -> Sighting:
         """Look for one machine; never raises, an error is UNKNOWN."""
-        ...
 
     def create(self, key: str, request: MachineRequest) -> RentedMachine:
         """Create the machine with this key, or return the existing one.
@@ -180,16 +178,12 @@ class Provider(Protocol):
             NoCapacityError: nothing was created.
             ProviderRefusedError: nothing was or will be created.
         """
-        ...
 
     def list(self, tag: str) -> Sequence[RentedMachine]:
         """Return every machine whose key begins with `tag`, whoever requested it."""
-        ...
 
     def terminate(self, key: str) -> None:
         """Terminate every machine with this key, if any. Acceptance of the request proves nothing."""
-        ...
 
     def host(self, machine: RentedMachine) -> Host:
         """Return the host that runs commands on a machine."""
-        ...

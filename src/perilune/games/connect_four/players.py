@@ -32,7 +32,6 @@ class Player(Protocol):
 
     def __call__(self, boards: Boards, uniform: NDArray[np.float64]) -> Columns:
         """Return int64[N]: a legal column for each of N unfinished games."""
-        ...
 
 
 def sample_best(worth: NDArray[Any], uniform: NDArray[np.float64]) -> Columns:

@@ -26,7 +26,6 @@ class GameTeacher(Protocol):
             state: a pyspiel state in which `player` moves.
             seed: for random draws. The same state and seed give the same probabilities.
         """
-        ...
 
 
 class Move(NamedTuple):
