@@ -46,11 +46,11 @@ class OffPolicySettings(Frozen):
         "none", description="leave out answers whose ratio (or k3) is outside reject_bounds"
     )
     reject_bounds: tuple[float, float] = Field(
-        (0.999, 1.001), description="lowest and highest value of what `reject` names"
+        (0.999, 1.001), description="lowest and highest allowed value of the quantity in `reject`"
     )
     mask_negative: float | None = Field(
         None,
-        description="ignore answers with a negative advantage whose mean log(pi_sampler / pi_old) is larger",
+        description="ignore answers with a negative advantage and a larger mean log(pi_sampler / pi_old)",
     )
     max_staleness: int | None = Field(
         None, ge=0, description="ignore tokens sampled by weights that are older than this many updates"

@@ -128,7 +128,7 @@ class LoRASettings(Frozen):
     targets: tuple[LoRATarget, ...] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         min_length=1,
-        description="linear maps of each layer that get an adapter; all seven: those that the model has",
+        description="linear maps that get an adapter, in the layers that have them",
     )
     base: Literal["float32", "bfloat16", "int8"] = Field(
         "float32", description="precision of the frozen matrices; rounding changes the initial policy"

@@ -44,8 +44,8 @@ class JudgeSpec(Frozen):
     )
     grade: str = Field(
         rf"Grade:[\s*]*({_NUMBER})",
-        description="regular expression that finds the grade in the judge's reply; its last match counts, by"
-        " its first group",
+        description="regular expression that finds the grade in the judge's reply; the grade is the first"
+        " group of the last match",
     )
     best: float = Field(10.0, gt=0, description="the highest grade, which has reward 1; 0 has reward 0")
     max_tokens: int = Field(64, ge=1, description="maximum tokens of the judge's reply")

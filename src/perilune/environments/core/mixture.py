@@ -57,10 +57,12 @@ class MixtureSpec(Frozen):
     id: Literal["mixture"] = Field("mixture", description="id of the environment")
     parts: dict[PartName, PartSettings] = Field(
         min_length=1,
-        description="environments by name: whole sections, with `weight`, `reward_scale` and `rewards`",
+        description="environments by name; a section also takes `weight`, `reward_scale` and `rewards`",
     )
     temperature: float = Field(
-        1.0, gt=0, description="a part's share is proportional to weight^(1/temperature); large: equal shares"
+        1.0,
+        gt=0,
+        description="a part's share is proportional to weight^(1/temperature); large values equalize shares",
     )
 
     @model_validator(mode="after")

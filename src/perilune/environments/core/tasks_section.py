@@ -9,6 +9,6 @@ class TasksSection(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow")
 
     id: str = Field(
-        description="id of a single-turn environment, whose prompts are the tasks; it scores the answers. The"
-        " section also takes its other keys"
+        description="id of the single-turn environment that provides the prompts and scores the answers. This"
+        " section also takes the keys of that environment"
     )

@@ -30,16 +30,16 @@ class ExplorationSettings(Frozen):
     )
     tool: prompts.Tool = Field(
         "python",
-        description="python: code, which may ask; ask: single asks about a range of lines, whose answers"
-        " enter the agent's context",
+        description="python: code, which may ask the model; ask: single questions to the model about a range"
+        " of lines, whose answers enter the agent's context",
     )
     turns: int = Field(8, ge=1, le=64, description="maximum turns of each agent that explores")
     depth: int = Field(
         1,
         ge=0,
         le=4,
-        description="how deep asks may be nested. 0: no asks; 1: asks are single turns; 2: an ask with a"
-        " context of its own explores it with code, and so on",
+        description="how deep asks (calls of the model from code) may be nested. 0: no asks; 1: an ask is a"
+        " single turn; 2: an ask with its own context may explore it with code, and so on",
     )
     asks: int = Field(4096, ge=1, le=10_000_000, description="maximum asks of an episode")
     calls: int = Field(

@@ -48,8 +48,8 @@ class LaunchSpec(Frozen):
     )
     confined: bool = Field(
         True,
-        description="deny the program files except Python's, the system's and its own, and TCP except to the"
-        " gateway",
+        description="allow the program only files of Python, of the system and of its own folder, and TCP"
+        " connections only to the gateway",
     )
 
 

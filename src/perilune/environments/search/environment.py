@@ -39,7 +39,7 @@ class SearchSpec(Frozen):
     corpus: str | None = Field(
         None,
         description="JSON Lines file of documents (`text`, and possibly `id` and `title`), relative to the"
-        " recipe; null: the documents that the tasks bring along",
+        " recipe; null: the documents of the tasks",
     )
     embeddings: EmbeddingsSpec | None = Field(
         None, description="server of embeddings that `rerank` uses; null: `rerank` uses BM25"

@@ -17,7 +17,9 @@ class LearningSettings(Frozen):
     lr: float = Field(2e-3, gt=0, description="initial learning rate")
     final_lr: float = Field(0.05, ge=0, le=1, description="final learning rate / `lr`; linear decay")
     simulations: int = Field(
-        0, ge=0, description="simulations of the search per move, whose result is learned; 0: PPO, no search"
+        0,
+        ge=0,
+        description="search simulations per move; the network learns their results. 0: PPO without search",
     )
     opening: int = Field(24, ge=0, le=36, description="maximum random moves at the start of a game")
     trace: float = Field(0.9, ge=0, le=1, description="lambda of generalized advantage estimation")

@@ -47,9 +47,10 @@ class GiGPO(ClippedPolicyGradient):
 
     name: Literal["gigpo"] = Field("gigpo", description="name of the algorithm")
     turn_weight: float = Field(1.0, ge=0, description="weight of the advantages of turns")
-    gamma: float = Field(0.95, gt=0, le=1, description="discount per turn of the returns that turns compare")
+    gamma: float = Field(0.95, gt=0, le=1, description="discount per turn, for the return of a turn")
     divide_by_std: bool = Field(
-        True, description="divide both advantages by their standard deviation; false suits rare outliers"
+        True,
+        description="divide both advantages by their standard deviation; false if rewards have rare outliers",
     )
 
     def weight_group(self, group: Group, context: StepContext) -> WeightedGroup:

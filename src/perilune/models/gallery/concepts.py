@@ -61,8 +61,8 @@ CONCEPTS = (
     Concept(
         "NoPE",
         "Layers without position embedding",
-        "Some layers skip the rotary embedding. They see the order of tokens only through the causal mask, "
-        "and do not depend on a rotary base when the context grows.",
+        "Some layers skip the rotary embedding. They get the order of tokens only from the causal mask, so "
+        "longer contexts need no change of a rotary base there.",
         "Kazemnejad et al., arXiv 2305.19466",
         "perilune.models.config.decoder_config:DecoderConfig.layer_rope",
     ),

@@ -29,9 +29,12 @@ class ConnectFourJudgeSpec(Frozen):
     simulations: tuple[int, ...] = Field(
         (0, 100), min_length=1, description="search simulations per move, evaluated one by one; 0: no search"
     )
-    positions: int = Field(10, ge=2, description="positions per ply whose columns the solver compares")
+    positions: int = Field(10, ge=2, description="positions per ply in which the solver evaluates every move")
     first_ply: int = Field(
-        12, ge=8, le=40, description="stones on the first positions, and on openings against `perfect`"
+        12,
+        ge=8,
+        le=40,
+        description="stones in the earliest of these positions, and in openings against `perfect`",
     )
     games: int = Field(100, ge=2, description="games against each opponent; each opening from both sides")
     opponents: tuple[Opponent, ...] = Field(

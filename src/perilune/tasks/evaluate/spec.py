@@ -43,7 +43,7 @@ class EvaluateSpec(RecordingSpec):
         None, description="stage whose checkpoint samples the turns of sub-agents; null: the same checkpoint"
     )
     precision: Literal["float32", "bfloat16"] = Field(
-        "float32", description="precision of matrix products; that of training saves time on a GPU"
+        "float32", description="precision of matrix products; on a GPU, bfloat16 is faster"
     )
     metrics: CustomMetricsField = Field({}, description="metrics of your own by name, each a function")
     system: str = Field("", description="system message before each task; empty: none")

@@ -13,6 +13,6 @@ class ForgettingSpec(ModelDefaults):
 
     forgetting: ForgettingSettings | Literal[False] = Field(
         False,
-        description="measure forgetting: text, other environments, and KL to the start;"
-        " false: don't, the default for new models",
+        description="measure forgetting by the perplexity of text, pass@1 in other environments, and KL to"
+        " the initial policy; false: do not measure it, the default for new models",
     )

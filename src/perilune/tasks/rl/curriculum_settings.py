@@ -12,8 +12,8 @@ class CurriculumSettings(Frozen):
 
     by: Literal["difficulty", "environment", "task"] = Field(
         "difficulty",
-        description="tasks that share a pass rate: of one environment and difficulty, of one environment (a"
-        " part of a mixture), or each by itself",
+        description="estimate one pass rate per environment and difficulty, per environment (a part of a"
+        " mixture), or per task",
     )
     candidates: int = Field(4, ge=2, le=64, description="tasks to choose from, for each task of a step")
     floor: float = Field(
@@ -22,7 +22,9 @@ class CurriculumSettings(Frozen):
     prior: float = Field(
         1.0, gt=0, allow_inf_nan=False, description="prior of a pass rate, Beta(prior, prior)"
     )
-    decay: float = Field(0.9, gt=0, le=1, description="factor of the counted answers after each step")
+    decay: float = Field(
+        0.9, gt=0, le=1, description="factor by which each step reduces the counts of earlier answers"
+    )
     importance_weight: bool = Field(
         False, description="weigh each group by the inverse of its probability: the uniform objective"
     )

@@ -27,8 +27,8 @@ class Keep(Frozen):
     last: int = Field(1, ge=1, description="number of newest checkpoints to keep, counting the final one")
     best: str | None = Field(
         None,
-        description="metric of the best checkpoint, which is kept too: the highest value, or the lowest loss"
-        " or nll",
+        description="metric by which to keep the best checkpoint too: the one with the highest value, or the"
+        " lowest value of loss or nll",
     )
     optimizer: bool = Field(
         False, description="keep the optimizer state beside the final weights, for restore_optimizer"

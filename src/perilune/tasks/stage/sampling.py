@@ -51,7 +51,7 @@ class RecordingSpec(SamplingSpec):
 class ServerSpec(Frozen):
     """The fields of a stage's `engine` section: a server that samples."""
 
-    name: Literal["server"] = Field("server", description="may be left out")
+    name: Literal["server"] = Field("server", description="kind of engine; it may be omitted")
     url: str = Field(
         description="URL of an OpenAI-compatible server (vLLM, SGLang, perilune serve), with or without /v1"
     )

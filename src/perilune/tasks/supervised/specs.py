@@ -104,8 +104,8 @@ class PreferenceSpec(PairTrainingSpec, EvaluatedSpec, LearnerSettings, Forgettin
     dpop: float = Field(
         0.0,
         ge=0,
-        description="DPOP's lambda: factor of the chosen answer's fall below the reference, subtracted from"
-        " the margin; its paper uses 50",
+        description="DPOP's lambda: weight of a penalty on chosen answers whose log-prob is below the"
+        " reference's; the paper uses 50",
     )
 
 

@@ -21,12 +21,15 @@ class OolongSettings(Frozen):
     )
     unit: Literal["lines", "tokens"] = Field(
         "lines",
-        description="unit of lengths; tokens are estimated: one a word, digit or punctuation mark in"
-        " natural contexts, one a character in compact ones",
+        description="unit of lengths. The number of tokens is estimated: one per word, digit or punctuation"
+        " mark in natural contexts, one per character in compact ones",
     )
     users: int = Field(8, ge=2, le=1000, description="users who may have lines")
     zipf: float = Field(
-        1.0, ge=0, le=3, description="the n-th busiest user writes lines in proportion to n ** -zipf"
+        1.0,
+        ge=0,
+        le=3,
+        description="the share of the n-th busiest user in the lines is proportional to n ** -zipf",
     )
     kinds: tuple[Group, ...] = Field(
         ("counting", "user", "temporal", "pairs"), min_length=1, description="kinds of questions to draw from"
@@ -35,7 +38,7 @@ class OolongSettings(Frozen):
         1,
         ge=1,
         le=25,
-        description="questions about each context; a question that is drawn twice is asked once",
+        description="questions to draw for each context; duplicates are removed",
     )
     most_pairs: int = Field(28, ge=1, le=1000, description="maximum pairs of users in an answer")
     style: Style = Field(

@@ -25,7 +25,7 @@ class TripSettings(Frozen):
         0.25,
         ge=0,
         le=10,
-        description="spare money, as a share of the cost of the plan that the trip is built around",
+        description="budget beyond the cost of the plan around which the trip is built, as a share of it",
     )
     map: Literal["street", "plane"] = Field(
         "street", description="street: places in a row; plane: in two dimensions, with Manhattan distances"

@@ -14,18 +14,22 @@ class WideLookupSpec(Frozen):
 
     id: Literal["wide_lookup"] = Field("wide_lookup", description="id of the environment")
     keys: tuple[Keys, ...] = Field(
-        (8,), min_length=1, description="numbers of keys that tasks draw from; each key has its own shard"
+        (8,),
+        min_length=1,
+        description="number of keys of a task, drawn from this list; each key has its own shard",
     )
-    letters: int = Field(8, ge=0, le=4096, description="letters of a shard, in which key and value stand")
+    letters: int = Field(
+        8, ge=0, le=4096, description="letters of a shard, among which are its key and value"
+    )
     turns: int = Field(32, ge=2, le=64, description="maximum turns of the orchestrator")
     notes: Literal["kept", "last"] = Field(
         "kept", description="notes of the orchestrator that count: all, or only those of its last action"
     )
     critical_budget: int | None = Field(
-        None, ge=1, description="critical steps within which success counts; null: no limit"
+        None, ge=1, description="maximum critical steps of a successful episode; null: no limit"
     )
     sub_agents: int = Field(
-        16, ge=0, le=256, description="sub-agents that an episode has room for; further ones never run"
+        16, ge=0, le=256, description="maximum sub-agents of an episode; further ones never run"
     )
     sub_agent_turns: int = Field(
         4, ge=1, le=64, description="turns after which a sub-agent that has not ended is stopped"

@@ -28,7 +28,7 @@ class AsynchronousSettings(Frozen):
     environments: int = Field(
         4,
         ge=1,
-        description="environment processes of each rollout process; a slow tool delays the episodes of one",
+        description="environment processes of each rollout process; a slow tool delays only its own process",
     )
     ray: RaySettings | None = Field(
         None, description="run the rollout processes on the nodes of a Ray cluster; {} uses the defaults"
@@ -40,8 +40,8 @@ class AsynchronousSettings(Frozen):
     )
     keep_sent: bool = Field(
         True,
-        description="find changed values with a copy of the last version; false reverses the optimizer's"
-        " update instead, which needs no copy and takes longer",
+        description="true: keep a copy of the last version, to find the changed values; false: compute the"
+        " last version by reversing the optimizer's update, which needs no copy and takes longer",
     )
 
     def keeps_weights_copy(self, learner: LearnerSettings) -> bool:
