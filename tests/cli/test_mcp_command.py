@@ -131,7 +131,7 @@ def without_untrusted_marks(value: Any) -> Any:
 
 
 def test_mcp_offers_acting_tools_only_with_actions_flag(agent: Agent, folder: Path) -> None:
-    reading = {"runs", "show", "explain", "compare", "curves", "episodes", "logs", "wiki_search"}
+    reading = {"runs", "show", "explain", "compare", "change", "curves", "episodes", "logs", "wiki_search"}
     with connect(folder) as reader:
         assert {tool.name for tool in reader.tools()} == reading
         assert "no tool is called 'run'" in reader.refused("run", recipe="recipe.yaml")
@@ -191,6 +191,21 @@ def test_runs_tool_gives_the_gain_of_training(agent: Agent, folder: Path) -> Non
     assert stages["after"]["change"]["against"] == "base"
     assert stages["after"]["change"]["pass@1"] == pytest.approx(evaluations[1]["change"]["pass@1"])
     assert "change" not in stages["base"]
+
+
+def test_change_tool_pairs_two_evaluations(agent: Agent, folder: Path) -> None:
+    printed = command(folder, "run", "trained.yaml")["evaluations"][1]["change"]
+    answer = agent.ask("change", before="trained/base", after="trained/after")
+    assert (printed["against"], answer["tasks"]) == ("base", printed["tasks"])
+    assert answer["pass@1"] == pytest.approx(printed["pass@1"])
+    assert answer["settings_that_differ"] == []
+    assert answer["after"]["stage"] == "after"
+    first = agent.ask("runs", experiment="small")["experiments"][1]["id"]
+    samples = agent.ask("change", before="trained/base", after=f"{first}/base")
+    assert samples["settings_that_differ"] == ["samples"]
+    assert "trained/sft is no finished evaluation" in agent.refused(
+        "change", before="trained/sft", after="trained/after"
+    )
 
 
 def test_show_tool_gives_settings_and_checkpoints_and_folds_long_parts(agent: Agent) -> None:

@@ -40,6 +40,7 @@ class Reader:
             self.show,
             self.explain,
             self.compare,
+            self.change,
             self.curves,
             self.episodes,
             self.logs,
@@ -121,6 +122,26 @@ class Reader:
         from perilune.cli.inspect.compare import compare_targets, comparison_document
 
         return comparison_document(compare_targets(self.control, targets, metric or None, baseline))
+
+    def change(self, before: Target, after: Target) -> dict[str, Any]:
+        """The change of pass@1 and pass@8 between two evaluations, with 95% intervals, paired by task.
+
+        `tasks` counts the common tasks. Settings that differ, and so may explain the change, are listed.
+        """
+        from perilune.cli.train.results import paired_change
+
+        (first, old), (second, new) = self._find(before), self._find(after)
+        for run, attempt in ((before, old), (after, new)):
+            if attempt.summary.get("kind") != "evaluation":
+                raise RequestError(f"run {run} is no finished evaluation", remedy="runs lists the stages")
+        change = paired_change(old.summary, new.summary, int(new.job.get("seed") or 0))
+        if not change:
+            raise RequestError(f"{before} and {after} have no scored task in common")
+        differing = [key for key in ("seed", "environment") if old.job.get(key) != new.job.get(key)]
+        specs = [attempt.job.get("spec") or {} for attempt in (old, new)]
+        keys = sorted((specs[0].keys() | specs[1].keys()) - {"checkpoint"})
+        differing += [key for key in keys if specs[0].get(key) != specs[1].get(key)]
+        return {"before": first, "after": second, **change, "settings_that_differ": differing}
 
     def curves(
         self,

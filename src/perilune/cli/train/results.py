@@ -166,7 +166,6 @@ def _is_evaluation(summary: Mapping[str, Any]) -> bool:
 def parent_change(
     recipe: Recipe, evaluation: Stage, summaries: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    from perilune.metrics.bootstrap import paired_difference
     from perilune.metrics.lineage import find_parent_evaluation
 
     checkpoints = {stage.name: stage.consumes.get("checkpoint") for stage in recipe.stages}
@@ -178,15 +177,23 @@ def parent_change(
     before = find_parent_evaluation(evaluation.name, checkpoints, settings)
     if before is None:
         return {}
+    change = paired_change(summaries[before], summaries[evaluation.name], recipe.seed)
+    return {"change": {"against": before, **change}} if change else {}
+
+
+def paired_change(before: Mapping[str, Any], after: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Return the changes of pass@1 and pass@8 between two summaries on their common tasks; {} without any."""
+    from perilune.metrics.bootstrap import paired_difference
+
     change: dict[str, Any] = {}
     for k in (1, 8):
-        old, new = _pass_rates(summaries[before], k), _pass_rates(summaries[evaluation.name], k)
+        old, new = _pass_rates(before, k), _pass_rates(after, k)
         shared = old.keys() & new.keys()  # tasks without a verdict are missing
         if shared:
             common = ({task: rates[task] for task in shared} for rates in (old, new))
-            change |= {f"pass@{k}": paired_difference(*common, seed=recipe.seed)._asdict()}
+            change |= {f"pass@{k}": paired_difference(*common, seed=seed)._asdict()}
             change.setdefault("tasks", len(shared))
-    return {"change": {"against": before, **change}} if change else {}
+    return change
 
 
 def _pass_rates(summary: Mapping[str, Any], k: int) -> dict[str, float]:
