@@ -155,6 +155,8 @@ def test_cancelled_or_failed_experiment_starts_no_stage_until_run_again(
     control.reconciler.reconcile(first)
     (tmp_path / "gates" / "first").touch()
     wait_for(lambda: starter.advance_run(first)[1])
+    assert explain_run(control, first).next == "stage second starts"
+    starter = StageStarter(control)  # the other's announcement ends with it
     assert explain_run(control, first).next == "stage second starts with the next command"
     assert cancel_experiment(control, experiment) == []  # between two stages
     with control.store.snapshot() as session:  # no run is the cause

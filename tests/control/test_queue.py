@@ -9,6 +9,7 @@ from sqlalchemy import select
 
 from perilune.bundle.freeze import freeze
 from perilune.control.queries.explanation import explain_run
+from perilune.control.record.home import announce_starter
 from perilune.control.record.store import Event
 from perilune.control.record.transitions import RunState
 from perilune.control.runs.experiments import Control, StagePlan
@@ -19,7 +20,7 @@ from perilune.control.runs.templates import Template
 def submitted(control: Control, name: str, template: Template, **spec: object) -> str:
     plan: StagePlan = drill_plan(name, **spec)
     experiment = begin(control, [plan], name)
-    submission = Submission(experiment, name, "drill", template=template)
+    submission = Submission(experiment, name, "drill", template=template, part="first")
     return submit_stage(control.home, control.store, submission, partial(freeze, plan.job, {})).id
 
 
@@ -60,6 +61,16 @@ def test_waiting_run_advances_the_runs_before_it(control: Control) -> None:
     wait_for(lambda: control.reconciler.reconcile(second).state == RunState.SUCCEEDED)  # not `first`
     assert control.run(first).state == RunState.SUCCEEDED
     assert start_order(control) == [first, second]
+
+
+def test_explanation_of_queued_run_leaves_it_to_a_running_command(control: Control) -> None:
+    run = submitted(control, "first", Template(), steps=1)
+    assert explain_run(control, run).commands[0] == "perilune reconcile"
+    with announce_starter(control.home, control.run(run).experiment_id):
+        answer = explain_run(control, run)
+    assert answer.because == ("attempt 1 is about to start",)
+    assert answer.next == "the command that is running starts attempt 1"
+    assert answer.commands == (f"perilune wait {run}",)
 
 
 def test_slots_count_all_runs_of_a_placement_and_are_unlimited_by_default(

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from perilune.control.machines.budget import accrued_cost, max_total_cost
 from perilune.control.machines.panic import renting_is_stopped
 from perilune.control.queries.lookup import events_after, list_attempts
-from perilune.control.record.home import has_daemon
+from perilune.control.record.home import has_daemon, has_starter
 from perilune.control.record.identity import Inherited, read_inherited
 from perilune.control.record.store import Attempt, Machine, Run
 from perilune.control.record.transitions import AttemptState, Cleanup, MachineState, RunState
-from perilune.control.runs.current_submission import BLOCKED_EVENT, next_stages
+from perilune.control.runs.current_submission import BLOCKED_EVENT, find_requesting, next_stages
 from perilune.control.runs.experiments import Control, read_progress
 from perilune.control.runs.planner import Step, retry_class
 from perilune.control.runs.progress import REMEDY_PREFIX
@@ -82,7 +82,7 @@ def explain_run(control: Control, run_id: str) -> Explanation:
     if run.state != RunState.SUCCEEDED:
         return replace(result, next=f"{result.next}; then stage {stage} starts")
     because = (*result.because, *_blocked_reason(control, run))
-    if has_daemon(control.home):
+    if has_daemon(control.home) or has_starter(control.home, experiment.id):
         return replace(result, because=because, next=f"stage {stage} starts")
     commands = ("perilune daemon", "perilune reconcile", *result.commands)
     return replace(
@@ -150,7 +150,7 @@ def _explain_queued(
     if run.desired == RunState.CANCELLED:
         because = (*history, "cancellation was requested")
         return Explanation(run.state, because, "it is cancelled", ("perilune reconcile",))
-    wait = retry_pause_left(control.reconciler.placements, run)
+    wait, is_left = retry_pause_left(control.reconciler.placements, run), _has_live_command(control, run)
     number = run.current_epoch + 1
     with control.store.snapshot() as session:
         turn = find_position(session, control.reconciler.placements, run)
@@ -162,18 +162,25 @@ def _explain_queued(
         why = f"attempt {number} may start in {wait:.0f} s"
     elif control.reconciler.rentals.newest_epoch(control.reconciler.placements.get(run.id), run) is None:
         why = f"attempt {number} waits for its provider, which does not list its machines"
+    elif is_left:
+        why = f"attempt {number} is about to start"
     else:
         why = (
             f"attempt {number} may start, and no command is working on it"
             if attempts
             else "no command has started it"
         )
-    return Explanation(
-        run.state,
-        (*history, why),
-        f"the next command that reconciles runs starts attempt {number}",
-        ("perilune reconcile", "perilune reconcile --watch", f"perilune wait {run.id}"),
-    )
+    starter = "command that is running" if is_left else "next command that reconciles runs"
+    commands = () if is_left else ("perilune reconcile", "perilune reconcile --watch")
+    ahead = f"the {starter} starts attempt {number}"
+    return Explanation(run.state, (*history, why), ahead, (*commands, f"perilune wait {run.id}"))
+
+
+def _has_live_command(control: Control, run: Run) -> bool:
+    """Return whether a daemon, or a command that runs or watches an experiment of this run, is alive."""
+    with control.store.snapshot() as session:
+        experiments = [experiment.id for experiment, _ in find_requesting(session, run.id)]
+    return has_daemon(control.home) or any(has_starter(control.home, each) for each in experiments)
 
 
 def _explain_queue_position(
@@ -185,7 +192,7 @@ def _explain_queue_position(
         facts += [f"run {other} {what}" for other in ids[:MAX_NAMED_RUNS]]
         facts += [f"so do {len(ids) - MAX_NAMED_RUNS} more"] if len(ids) > MAX_NAMED_RUNS else []
     facts.append(f"attempt {number} waits for a slot: {turn}")
-    by_what = "" if has_daemon(control.home) else ", with the next command that reconciles runs"
+    by_what = "" if _has_live_command(control, run) else ", with the next command that reconciles runs"
     commands = tuple(f"perilune explain {other}" for other in turn.running[:1])
     return Explanation(
         run.state,
@@ -214,7 +221,7 @@ def _explain_active(control: Control, run: Run, attempt: Attempt, history: tuple
         facts.append(f"its worker has not reported for {silent:.0f} s: it is suspended, or its machine hangs")
         ahead = "nothing, until its worker continues or the run is cancelled"
         return Explanation(run.state, tuple(facts), ahead, (f"perilune cancel {run.id}",))
-    if step is Step.WAIT:
+    if step is Step.WAIT or (step is not Step.UNREACHABLE and _has_live_command(control, run)):
         commands: tuple[str, ...] = (f"perilune logs {run.id} -f", f"perilune wait {run.id}")
     elif step is Step.UNREACHABLE:
         commands = (f"perilune cancel {run.id} --force",)
