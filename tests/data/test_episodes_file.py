@@ -52,7 +52,7 @@ def assert_equal(a, b):
 
 
 EPISODES = [
-    episode(0),
+    episode(0, expected="3"),
     episode(1, tokens=0, finish_reason="aborted", reward=None, failure="verifier: no outcome", metrics={}),
     episode(
         2,

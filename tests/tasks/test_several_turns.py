@@ -16,7 +16,7 @@ from perilune.bundle.compare import compare_artifacts
 from perilune.data.episode import Episode
 from perilune.engine.engine import Engine
 from perilune.engine.request import Completion, Prompt, SamplingParams
-from perilune.environments import Transcript
+from perilune.environments import Transcript, make_environment
 from perilune.errors import RequestError, WorkFailedError
 from perilune.files import read_json_lines
 from perilune.models.config.decoder_config import PRESETS
@@ -87,6 +87,20 @@ def play(
     with Scorer(spec) as scorer:
         rollouts = RolloutWorker(engine or engine_of(TOKENIZER), TOKENIZER, scorer, environment, 7)
         return rollouts.play(tasks, samples=samples, params=params, step=1, watch=Stopwatch(), first=skip)
+
+
+def test_episodes_record_the_right_answer_and_prompts_do_not_have_it() -> None:
+    section = {"id": "reasoning_gym", "task": "basic_arithmetic", "prompt": "compact"}
+    environment, tokenizer = make_environment(section), Tokenizer.characters()
+    tasks = list(islice(environment.tasks("train", 0), 2))
+    with Scorer(section) as scorer:
+        rollouts = RolloutWorker(engine_of(tokenizer), tokenizer, scorer, environment, 7)
+        groups = rollouts.play(
+            tasks, samples=2, params=SamplingParams(4, 1.0, (1,)), step=1, watch=Stopwatch(), first=0
+        )
+    for task, group in zip(tasks, groups, strict=True):
+        assert {episode.expected for episode in group} == {f";{task.data['answer']}"}
+        assert all(episode.opening == task.prompt for episode in group)
 
 
 def runs(mask: np.ndarray) -> list[slice]:

@@ -131,6 +131,7 @@ def make_episode(
         logprobs=logprobs,
         policy_version=np.full(len(ids), version, np.int32),
         finish_reason="length" if is_cut else "stop",
+        expected=f"{asked.a + asked.b}",
         reward=None if failed else float(is_right and not is_cut),
         reward_terms={} if failed else {"correct": float(is_right and not is_cut)},
         failure="verifier: took longer than 2 s" if failed else "",

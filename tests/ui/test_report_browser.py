@@ -98,6 +98,7 @@ def test_report_renders_without_errors_or_network_requests(window: Window, repor
     assert window.errors == []
     assert window.requests == [report.as_uri()]
     assert window.page.locator("h1").inner_text().startswith("pass@1 rose from")
+    assert window.page.locator("th", has_text="Right answer").count() == 1
     sections = [section.get_attribute("id") for section in window.page.query_selector_all("main > section")]
     assert sections == ["evaluations", "climb", "curves", "time", "episodes", "tasks", "provenance"]
 
@@ -248,6 +249,9 @@ def test_episode_detail_shows_tokens_and_the_group(window: Window) -> None:
     answer = "".join(tokens.all_inner_texts())
     assert answer.endswith("<eos>")
     assert answer.removesuffix("<eos>") in written
+    asked = page.locator(".detail .message, .detail .prose").first.inner_text()
+    expected = page.locator(".detail h4:text-is('Right answer') + .prose").inner_text()
+    assert sum(map(int, asked.strip().rstrip("=").split("+"))) == int(expected)
     tokens.nth(0).hover()
     tooltip = page.locator(".tooltip").inner_text()
     assert "log-prob" in tooltip

@@ -61,6 +61,8 @@ def test_hardest_tasks_show_failure_reason_and_episode_link(experiment: Experime
     cut = sum(e.truncated and e.reward == 0 for e in episodes)
     assert hardest.times == max(map(wrong.count, wrong)) == wrong.count(hardest.answer)
     assert f"{len(wrong) - cut} wrong" in hardest.why
+    assert {episode.expected for episode in episodes} == {hardest.expected}
+    assert sum(map(int, hardest.prompt.rstrip("=").split("+"))) == int(hardest.expected)
     stage, part, episode = map(unquote, hardest.link.split("/")[1:])
     assert (stage, part) == ("after_rl", "samples")
     assert next(e.text for e in episodes if e.episode_id == episode) == hardest.answer

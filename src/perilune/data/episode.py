@@ -75,6 +75,8 @@ class Episode:
         routed_experts: uint8 or uint16 [P + T - 1, layers, experts per token], the experts that computed the
             prompt and all tokens but the last (`perilune.data.routes`); None if they were not recorded.
         spans: of the player and its sub-agents; empty if it had none.
+        expected: a right answer of the task, for people who read the episode; "" if the environment states
+            none. Prompts never contain it.
     """
 
     episode_id: str
@@ -99,6 +101,7 @@ class Episode:
     top_ids: NDArray[np.int32] | None = None
     top_logprobs: NDArray[np.float32] | None = None
     reference_logprobs: NDArray[np.float32] | None = None
+    expected: str = ""
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)

@@ -82,6 +82,7 @@ def episode_schema(routes: str = "uint16") -> pa.Schema:
             ("top_ids", pa.list_(pa.list_(pa.int32()))),
             ("top_logprobs", pa.list_(pa.list_(pa.float32()))),
             ("reference_logprobs", pa.list_(pa.float32())),
+            ("expected", pa.string()),
         ]
     )
 
@@ -143,7 +144,7 @@ def read_episodes(path: Path, tasks: Collection[str] | None = None) -> list[Epis
     table = read_columns(path)
     if tasks is not None and "task_id" in table.column_names:
         table = select_rows(table, [task_id in tasks for task_id in table["task_id"].to_pylist()])
-    for name in ("spans", "top_ids", "top_logprobs", "reference_logprobs"):
+    for name in ("spans", "top_ids", "top_logprobs", "reference_logprobs", "expected"):
         if name not in table.column_names:  # a file of an earlier version
             column = episode_schema().field(name)
             table = table.append_column(column, pa.nulls(len(table), column.type))
@@ -206,7 +207,7 @@ def _to_row(episode: Episode) -> dict[str, Any]:
     row: dict[str, Any] = {name: getattr(episode, name) for name in _ARRAYS}
     for name in ("episode_id", "group_id", "task_id", "environment", "seed", "finish_reason", "truncated"):
         row[name] = getattr(episode, name)
-    row |= {name: getattr(episode, name) for name in ("text", "reward", "failure", *_OPTIONAL)}
+    row |= {name: getattr(episode, name) for name in ("text", "reward", "failure", "expected", *_OPTIONAL)}
     row["messages"] = [dict(message) for message in episode.messages]
     row["reward_terms"] = _sorted_pairs(episode.reward_terms)
     row["metrics"] = _sorted_pairs(episode.metrics)
@@ -219,7 +220,9 @@ def _to_row(episode: Episode) -> dict[str, Any]:
 
 
 def _redact_row(row: dict[str, Any]) -> dict[str, Any]:
-    return row | {name: redact_document(row[name]) for name in ("messages", "text", "failure", "spans")}
+    return row | {
+        name: redact_document(row[name]) for name in ("messages", "text", "failure", "spans", "expected")
+    }
 
 
 def _sorted_pairs(figures: Mapping[str, float]) -> list[tuple[str, float]]:
@@ -242,7 +245,11 @@ def _to_episode(row: dict[str, Any]) -> Episode:
     fields = {name: value for name, value in row.items() if name in Episode.__slots__}
     fields |= {name: np.asarray(row[name], dtype) for name, dtype in _ARRAYS.items()}
     fields |= {name: dict(row[name]) for name in ("reward_terms", "metrics")}
-    fields |= {"messages": tuple(row["messages"]), "spans": tuple(map(_to_span, row["spans"] or ()))}
+    fields |= {
+        "messages": tuple(row["messages"]),
+        "expected": row["expected"] or "",
+        "spans": tuple(map(_to_span, row["spans"] or ())),
+    }
     fields |= {
         name: None if row[name] is None else np.asarray(row[name], dtype)
         for name, dtype in _TOP_TOKENS.items()

@@ -17,6 +17,7 @@ from perilune.engine.request import Completion, Prompt, SamplingParams
 from perilune.environments.core.mixture import environment_name, find_part
 from perilune.environments.core.prompting import PROMPTING_KEY, PromptingSettings
 from perilune.environments.core.protocol import Environment, Outcome, Task
+from perilune.environments.core.reference_answer import expected_answer
 from perilune.errors import RequestError
 from perilune.learn.distributed import SINGLE_RANK, Ranks
 from perilune.models.text.template_facts import template_facts
@@ -390,6 +391,7 @@ class RolloutWorker:
             metrics=_episode_metrics(part, outcome, spans),
             routed_experts=trajectory.routes(),
             spans=spans,
+            expected="" if part.agent else expected_answer(self.environment, rollout.task),
             **trajectory.top_tokens(),
             **outcome_fields(outcome),
         )

@@ -203,6 +203,7 @@ def _group_document(
     return {
         "id": first.group_id,
         "task": first.task_id,
+        "expected": shorten(first.expected, most),
         "prompt": prompt,
         "rendered": "" if rendered == "".join(message["content"] for message in prompt) else rendered,
         "dead": any(value is not None for value in advantages) and not any(advantages),

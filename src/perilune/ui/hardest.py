@@ -23,6 +23,7 @@ class HardTask:
         prompt: the last message before the first answer.
         why: reasons of the failures, the most frequent first: "5 wrong, 2 truncated".
         answer: the most frequent wrong answer, given `times` times.
+        expected: a right answer; "" if the environment states none.
         link: to an episode with that answer, in the page.
     """
 
@@ -31,6 +32,7 @@ class HardTask:
     samples: int
     why: str
     answer: str
+    expected: str
     times: int
     stage: str
     link: str
@@ -62,6 +64,7 @@ def _describe_task(evaluation: Evaluation, task: str, failed: Sequence[Episode])
         samples=samples,
         why=", ".join(f"{count} {reason}" for reason, count in reasons),
         answer=_shorten(answer),
+        expected=_shorten(failed[0].expected),
         times=times,
         stage=evaluation.stage,
         link="/".join(

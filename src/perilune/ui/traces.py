@@ -47,6 +47,7 @@ def _trace_group(number: str, row: Mapping[str, Any]) -> dict[str, Any]:
         "id": number,
         "task": str(row.get("task_id", "")),
         "prompt": messages[: max(first, 0)],
+        "expected": "",
         "rendered": "",
         "dead": False,
         "episodes": [

@@ -284,6 +284,7 @@ def _row(episode: Any) -> dict[str, Any]:
             "task_id": episode.task_id,
             "messages": [dict(message) for message in episode.messages],
             "failure": episode.failure,
+            "expected": episode.expected,
         },
     }
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from perilune.environments.core import registry
 from perilune.environments.core.protocol import EpisodeFailedError, Failure, Score, Split, Task, Transcript
+from perilune.environments.core.reference_answer import expected_answer
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
@@ -56,6 +57,10 @@ class BorrowedTasks:
     def source_task(task: Task) -> Task:
         """Return the environment's task in the data of a task that borrows it, without its prompt."""
         return Task(task.task_id, (), task.data["task"], task.difficulty)
+
+    def expected_answer(self, task: Task) -> str:
+        """Return the right answer of a task that borrows one; "" if the environment states none."""
+        return expected_answer(self.environment, self.source_task(task))
 
     def score_reply(self, task: Task, answer: str) -> Score:
         """Score a bare answer, in the form of the environment's method `reply` if it has one.

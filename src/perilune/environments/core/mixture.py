@@ -28,7 +28,11 @@ from perilune.environments.core.protocol import (
     Task,
     Transcript,
 )
-from perilune.environments.core.reference_answer import ReferenceAnswer, reference_answer
+from perilune.environments.core.reference_answer import (
+    ReferenceAnswer,
+    expected_answer,
+    reference_answer,
+)
 from perilune.environments.core.registry import MIXTURE, REWARDS, make_environment
 from perilune.environments.core.rewards import GOLD_METRIC
 from perilune.errors import RequestError
@@ -163,6 +167,10 @@ class Mixture:
     def reference_answer(self, task: Task) -> ReferenceAnswer | None:
         name, part_task = split_task(task)
         return reference_answer(self.parts[name], part_task)
+
+    def expected_answer(self, task: Task) -> str:
+        name, part_task = split_task(task)
+        return expected_answer(self.parts[name], part_task)
 
     def close(self) -> None:
         for part in self.parts.values():

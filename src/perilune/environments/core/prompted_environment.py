@@ -25,7 +25,7 @@ from perilune.environments.core.protocol import (
     Task,
     Transcript,
 )
-from perilune.environments.core.reference_answer import ReferenceAnswer
+from perilune.environments.core.reference_answer import ReferenceAnswer, expected_answer
 from perilune.environments.core.replay import replay_conversation
 from perilune.environments.core.single_turn import SingleTurnSession
 from perilune.environments.core.wrapping import EnvironmentWrapper
@@ -103,6 +103,10 @@ class PromptedEnvironment(EnvironmentWrapper):
             return outcome
         formed = float(answer is not None and transcript.finished)
         return replace(outcome, terms={**outcome.terms, FORMAT_TERM: formed})
+
+    def expected_answer(self, task: Task) -> str:
+        """Return the environment's right answer, without the format."""
+        return expected_answer(self._environment, task)
 
     def parse(self, text: str) -> str | None:
         """Return the answer that a text marks; the text itself without a format."""

@@ -1,4 +1,4 @@
-"""Reference answers, for process rewards that ask the policy for its answer early."""
+"""The right answers that environments state: for process rewards that ask for them early, and for reports."""
 
 from dataclasses import dataclass
 
@@ -25,3 +25,19 @@ def reference_answer(environment: Environment, task: Task) -> ReferenceAnswer | 
     of_task = getattr(environment, "reference_answer", None)
     answer: ReferenceAnswer | None = None if of_task is None else of_task(task)
     return answer
+
+
+def expected_answer(environment: Environment, task: Task) -> str:
+    """Return a right answer of a task, for people who read the episode; "" if the environment states none.
+
+    It is what the environment's method `expected_answer` returns, or else the text of its `gold` (of a task
+    with one turn), or else `task.data["answer"]`.
+    """
+    of_task = getattr(environment, "expected_answer", None)
+    if of_task is not None:
+        return str(of_task(task))
+    if getattr(environment, "max_turns", 1) == 1 and hasattr(environment, "gold"):
+        gold = environment.gold(task)
+        return "" if gold is None else str(gold.text)
+    answer = task.data.get("answer")
+    return answer if isinstance(answer, str) else ""

@@ -60,6 +60,7 @@ class RecursiveEnvironment(MultiTurn):
         self.id = f"recursive/{source.id}"
         self.max_turns = spec.turns
         self.check_files, self.characters = self._borrowed.check_files, self._borrowed.characters
+        self.expected_answer = self._borrowed.expected_answer
         self._code = CodeRunner(spec.sandbox.limits(), spec.sandbox.allow_missing)
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:

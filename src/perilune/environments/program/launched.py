@@ -12,6 +12,7 @@ from perilune.environments.core import registry
 from perilune.environments.core.borrowed_tasks import BorrowedTasks
 from perilune.environments.core.multi_turn import MultiTurn
 from perilune.environments.core.protocol import EpisodeFailedError, Message, Observation, Split, Task
+from perilune.environments.core.reference_answer import expected_answer
 from perilune.environments.core.tasks_section import TasksSection
 from perilune.errors import RequestError
 from perilune.frozen import Frozen
@@ -89,6 +90,12 @@ class LaunchedEnvironment(MultiTurn):
     def prompt(self, task: Task) -> tuple[Message, ...]:
         return tuple(task.data["prompt"])
 
+    def expected_answer(self, task: Task) -> str:
+        return expected_answer(self._borrowed.environment, self._source_task(task))
+
+    def _source_task(self, task: Task) -> Task:
+        return Task(task.task_id, self.prompt(task), task.data["data"], task.difficulty)
+
     def end_with_answer(
         self, task: Task, answer: str, metrics: Mapping[str, float] | None = None
     ) -> Observation:
@@ -97,8 +104,7 @@ class LaunchedEnvironment(MultiTurn):
         Raises:
             EpisodeFailedError: when it cannot be scored.
         """
-        source_task = Task(task.task_id, self.prompt(task), task.data["data"], task.difficulty)
-        score = self._borrowed.score(source_task, answer)
+        score = self._borrowed.score(self._source_task(task), answer)
         figures = {**score.metrics, **(metrics or {})}
         return Observation(rewards=(score.reward,), terms=score.terms, metrics=figures, done=True)
 

@@ -90,6 +90,7 @@ class SearchEnvironment(MultiTurn):
         self.id = f"search/{self._source.id}"
         self.max_turns = spec.turns
         self.characters = self._borrowed.characters
+        self.expected_answer = self._borrowed.expected_answer
         self._embeddings = None if spec.embeddings is None else Embeddings(spec.embeddings)
         self._code = CodeRunner(spec.sandbox.limits(), spec.sandbox.allow_missing)
 

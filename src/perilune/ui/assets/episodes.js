@@ -402,6 +402,7 @@ function detail(episode) {
     prompt(group),
     h("h4", episode.turns ? "Turns" : "Answer"),
     Tokens.view(episode),
+    group.expected && [h("h4", "Right answer"), h("div.prose", { tabindex: 0 }, group.expected)],
     Spans.lanes(episode),
     figures.length > 0 && [h("h4", "Scores and metrics"), Page.definitions(figures, "fields")],
   );

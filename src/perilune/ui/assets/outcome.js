@@ -52,6 +52,7 @@ function hardest() {
     ["Failures", row => row.why, "text"],
     ["Most frequent wrong answer", row => [h("span.mono", row.answer || "(empty)"), h("small", `${row.times} of ${row.samples}`)], "text"],
   ];
+  if (Data.hardest.some(row => row.expected)) columns.push(["Right answer", row => h("span.mono", row.expected), "text"]);
   const title = `Tasks that fail most in ${Data.hardest[0].stage}`;
   return [part(title), table(columns, Data.hardest, title)];
 }
