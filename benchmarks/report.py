@@ -70,7 +70,8 @@ PERCENT = (  # words of columns that hold shares
     *("asks about lines", "episodes that spawn", "trainer idle", "points against"),
 )
 SHARES = frozenset({"won", "drawn", "lost", "dropped", "finished", "finished while paid", "sampled"})
-POINTS = ("difference of pass@1", "gain of pass@1")  # columns of differences, in percentage points
+POINTS = ("difference of pass@1", "gain of pass@1", "difference of accuracy")  # columns in percentage points
+CHANGES = "relative change"  # a column of changes, in percent
 BY_SEED = "by seed"  # the same differences, by seed
 INTRODUCTION = """\
 # Results
@@ -174,8 +175,9 @@ def rows_table(rows: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> 
     ]
     if not columns:
         return []
-    in_points = any(key.startswith(POINTS[0]) for key in columns)
-    scales = {key: scale(key, [row.get(key) for row in rows], in_points) for key in columns}
+    by_seed = points if any(key.startswith(POINTS) for key in columns) else cell
+    by_seed = change if CHANGES in columns else by_seed
+    scales = {key: scale(key, [row.get(key) for row in rows], by_seed) for key in columns}
     header = [
         *([""] if names else []),
         *(words(key) + (", points" if scales[key] is points else "") for key in columns),
@@ -200,11 +202,15 @@ def brackets(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[
     return ["Cells show means, with 95% intervals in brackets.", ""] if intervals else []
 
 
-def scale(key: str, values: Sequence[Any], in_points: bool) -> Callable[[float], str]:
+def scale(key: str, values: Sequence[Any], by_seed: Callable[[float], str]) -> Callable[[float], str]:
     """The format of a column's numbers: percent, percentage points, or unchanged."""
     numbers = [number for value in values for number in numbers_of(value)]
-    if key.startswith(POINTS) or (in_points and key == BY_SEED):
+    if key == BY_SEED:
+        return by_seed
+    if key.startswith(POINTS):
         return points
+    if key == CHANGES:
+        return change
     named = words(key) in SHARES or any(word in words(key) for word in PERCENT)
     are_shares = any(isinstance(item, float) for item in numbers) and all(0 <= item <= 1 for item in numbers)
     if named and are_shares:
@@ -221,6 +227,11 @@ def numbers_of(value: Any) -> list[float]:
 def percent(number: float) -> str:
     """A share in percent."""
     return f"{number:.1%}"
+
+
+def change(number: float) -> str:
+    """A relative change in percent."""
+    return f"{number:+.1%}"
 
 
 def points(number: float) -> str:

@@ -122,24 +122,23 @@ def report(seeds: Sequence[int], runs: Sequence[Mapping[str, Mapping[str, float]
             for arm in ("after SFT", *ARMS)
         ],
         f"{PARL}, against {ONE_AGENT}": [
-            {
-                "figure": name,
-                "relative change (accuracy: absolute), 95% interval": {
-                    "mean": comparison.mean,
-                    "low": comparison.low,
-                    "high": comparison.high,
-                },
-                "by seed": list(comparison.differences),
-                "p corrected": comparison.p_corrected,
-            }
+            {"figure": name} | compared_row("relative change", comparison)
             for name, comparison in compared.items()
+            if name != "accuracy"
         ],
+        f"accuracy against {ONE_AGENT}": [compared_row("difference of accuracy", compared["accuracy"])],
         "by seed": [
             {"seed": seed, "rewards": arm, **run[arm]}
             for seed, run in zip(seeds, runs, strict=True)
             for arm in run
         ],
     }
+
+
+def compared_row(name: str, comparison: SeedComparison) -> dict[str, Any]:
+    """A row of a table of differences."""
+    interval = {"mean": comparison.mean, "low": comparison.low, "high": comparison.high}
+    return {name: interval, "by seed": list(comparison.differences), "p corrected": comparison.p_corrected}
 
 
 def findings(of: Any, compared: Mapping[str, SeedComparison]) -> list[str]:

@@ -33,6 +33,20 @@ def test_result_pages_match_the_data() -> None:
     assert checked.returncode == 0, f"{checked.stderr}run: python benchmarks/report.py"
 
 
+def test_results_show_relative_changes_in_percent_and_differences_of_accuracy_in_points(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from report import rows_table
+
+    interval = {"mean": -0.5562, "low": -0.6246, "high": 0.4879}
+    for name, cells in (
+        ("relative change", "| -55.6% (-62.5% to +48.8%) | +20.0% (+10.0% to +30.0%) |"),
+        ("difference of accuracy", "| -55.6 (-62.5 to +48.8) | +20.0 (+10.0 to +30.0) |"),
+    ):
+        assert rows_table([{name: interval, "by seed": [0.1, 0.2, 0.3]}])[-2] == cells
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built with warnings as errors."""
