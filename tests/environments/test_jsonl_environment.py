@@ -165,7 +165,7 @@ def test_first_row_of_equal_prompts_is_kept(tmp_path, caplog):
 BROKEN = {
     "{": "not JSON",
     "[1]": "not a JSON object",
-    '{"answer": 1}': "exactly one of prompt and messages",
+    '{"answer": 1, "question": "1?"}': 'prompt and messages; this row has "answer", "question"',
     '{"prompt": "", "answer": 1}': "the last message is empty",
     '{"prompt": "1?"}': "has no answer",
     '{"prompt": "1?", "answer": true}': "of type bool, neither",
@@ -212,6 +212,14 @@ def test_unreadable_and_empty_files_are_rejected(tmp_path):
     bytes_.write_bytes(b'{"prompt": "\xff"}\n')
     with pytest.raises(RequestError, match="not UTF-8"):
         make_environment({"id": "jsonl", "path": str(bytes_)})
+    bytes_.write_bytes(b'{"question": "1?", "answer": "1"}\n' * 2)
+    with pytest.raises(RequestError, match=r'no valid rows; the first: .*bytes.jsonl:1: .* "question"'):
+        make_environment({"id": "jsonl", "path": str(bytes_), "broken_rows": "drop"})
+    bytes_.unlink()
+    bytes_.symlink_to(bytes_)
+    with pytest.raises(RequestError, match="symbolic links") as raised:
+        make_environment({"id": "jsonl", "path": str(tmp_path)})
+    assert raised.value.where == str(bytes_)
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,15 @@ def test_trace_that_the_model_cannot_encode_is_refused(answer: str, said: str, t
 
 
 def test_empty_dataset_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="no traces to train on"):
+    with pytest.raises(RequestError, match="no rows to train on"):
         run_task(tmp_path / "sft", "sft", inputs={"data": write_traces(tmp_path / "data")})
+
+
+def test_dataset_of_long_rows_alone_says_that_they_are_too_long(tmp_path: Path) -> None:
+    data = write_traces(tmp_path / "data", "1", "2")
+    with pytest.raises(RequestError, match="all 2 are longer than 2 tokens") as caught:
+        run_task(tmp_path / "sft", "sft", inputs={"data": data}, max_length=2, too_long="drop")
+    assert "max_length" in caught.value.remedy
 
 
 @pytest.mark.parametrize(("task", "options"), [("evaluate", {"tasks": 20}), ("collect", {"traces": 60})])

@@ -5,6 +5,7 @@ The index takes 37 bytes per row, whatever the row's length, so millions of rows
 
 from __future__ import annotations
 
+import json
 import logging
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
@@ -175,7 +176,12 @@ def load_index(path: str, match: Match | None, broken_rows: BrokenRowPolicy, hel
     files = tuple(tuple(_list_files(Path(entry))) for entry in paths)
     if Path(path).is_dir() and held_out.path is None and held_out.column is None:
         _refuse_held_out(files[0])
-    versions = tuple((entry.stat().st_mtime_ns, entry.stat().st_size) for group in files for entry in group)
+    try:
+        versions = tuple(
+            (entry.stat().st_mtime_ns, entry.stat().st_size) for group in files for entry in group
+        )
+    except OSError as error:  # a link to nothing or to itself
+        raise RequestError(f"cannot be read: {error.strerror}", where=str(error.filename)) from None
     return _build_index(files, versions, match, broken_rows, held_out)
 
 
@@ -196,7 +202,8 @@ def _build_index(
             for line, offset, row in _read_rows(file, match, rejected):
                 index.add(row, line, offset, group is files[0] if is_separate else held_out.is_held_out(row))
         if len(index._held_out) == before:
-            raise RequestError("has no tasks", where=str(group[0].parent if len(group) > 1 else group[0]))
+            what = f"has no valid rows; the first: {rejected.first}" if rejected.first else "has no tasks"
+            raise RequestError(what, where=str(group[0].parent if len(group) > 1 else group[0]))
     repeated = index.find_repeated_prompts()
     for repeat, first in repeated:
         rejected.add(index.location(repeat), f"has the same prompt as {index.location(first)}")
@@ -294,7 +301,8 @@ def parse_row(raw: bytes, location: str, match: Match | None) -> Row:
 
 def _parse_prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
     if ("prompt" in row) == ("messages" in row):
-        raise InvalidRowError("needs exactly one of prompt and messages")
+        columns = json.dumps(sorted(row), ensure_ascii=False)[1:-1][:200] or "none"
+        raise InvalidRowError(f"needs exactly one of the columns prompt and messages; this row has {columns}")
     messages = row.get("prompt", row.get("messages"))
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]

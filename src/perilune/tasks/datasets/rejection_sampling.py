@@ -63,10 +63,12 @@ def run(workspace: Workspace, spec: RejectionSamplingSpec) -> dict[str, Any]:
     workspace.metric(0, **figures)
     workspace.timing(0, **watch.figures())
     if not kept:
+        reasons_found = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
         raise WorkFailedError(
-            f"none of {answers:,} answers was kept ({dict(kinds)})",
+            f"none of {answers:,} answers was kept: {reasons_found}",
             where=f"stage {workspace.job.stage}",
-            remedy=f"look at {OUTPUT}/rejected.jsonl in the run's directory",
+            remedy="use a checkpoint that solves some tasks, or raise samples or max_tokens;"
+            f" {OUTPUT}/rejected.jsonl in the run's directory has the answers",
         )
     write_records(output / "records.jsonl", kept)
     total = answers * (1 + len(without_system))

@@ -11,7 +11,6 @@ from perilune.data.episode import Episode, unsampled_tokens
 from perilune.data.examples import Conversation
 from perilune.data.records import is_validation
 from perilune.data.sources import read_rows
-from perilune.errors import RequestError
 from perilune.tasks.supervised.tokens import RowReader, split_name, uneven_split
 
 
@@ -60,7 +59,7 @@ class Demonstrations:
                 if with_messages and isinstance(example, Conversation):
                     self._messages.append((*example.opening, *example.turns))
         if not self._places:
-            raise RequestError("there are no traces to train on", where=str(path))
+            raise reader.no_rows(path)
         self._ids, self._mask = np.frombuffer(ids, np.int32), np.frombuffer(mask, np.bool_)
         self._ends, self._prompts = ends, prompts
         self._trained = sorted({*range(len(ends) - 1)} - {*held_out})

@@ -11,7 +11,6 @@ import numpy as np
 from perilune.data.episode import Episode, unsampled_tokens
 from perilune.data.records import is_validation
 from perilune.data.sources import read_rows
-from perilune.errors import RequestError
 from perilune.learn.batch import Pair
 from perilune.tasks.supervised.demonstrations import batch_indices
 from perilune.tasks.supervised.tokens import RowReader, Tokens, uneven_split
@@ -46,9 +45,7 @@ class PreferenceData:
                 rejected = _episode((*ids, "rejected"), seed, worse, scores[1])
                 (held_out if is_validation(pair.task_id, validation) else train).append((chosen, rejected))
         if not train and not held_out:
-            raise RequestError(
-                "there are no pairs to train on", where=str(paths[0]), remedy="make more pairs"
-            )
+            raise reader.no_rows(paths[0])
         if not train:
             raise uneven_split(len(held_out), len(held_out), validation, str(paths[0]))
         return cls(train, held_out, seed)

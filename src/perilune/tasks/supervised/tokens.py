@@ -142,11 +142,17 @@ class RowReader:
         read: Callable[[Row], object] = read_comparison if pairs else read_demonstration
         total = self.rows + sum(1 for _ in map(read, rows))
         if not total:
-            reason = " because all are too long" if self.dropped else ""
-            raise RequestError(f"there are no rows to train on{reason}", where=str(path))
+            raise self.no_rows(path)
         if total == self.rows and (held_out == total or (validation and not held_out and not pairs)):
             raise uneven_split(total, held_out, validation, str(path))
         return total, held_out
+
+    def no_rows(self, path: Path) -> RequestError:
+        """Return the error for a source of which no row is left."""
+        if not self.dropped:
+            return RequestError("there are no rows to train on", where=str(path))
+        what = f"there are no rows to train on: all {self.dropped:,} are longer than {self.limit:,} tokens"
+        return RequestError(what, where=str(path), remedy="raise max_length, or shorten the rows")
 
     @property
     def limit(self) -> int:
