@@ -1,6 +1,7 @@
 """Every error is one message on stderr and an exit code."""
 
 import errno
+import os
 import re
 import subprocess
 import sys
@@ -36,6 +37,13 @@ from perilune.errors import RequestError, WorkFailedError
             2,
             "error: /disk/x: cannot continue: the file system is read-",
         ),
+        (
+            OSError(errno.ENAMETOOLONG, "File name too long", "x"),
+            2,
+            "error: x: cannot continue: the name is too long\n",
+        ),
+        (OSError(errno.ELOOP, "Loop", "x"), 2, "error: x: cannot continue: a symbolic link that leads to"),
+        (FileExistsError(errno.EEXIST, "Exists", "x"), 2, "error: x: cannot continue: it exists already\n"),
     ],
 )
 def test_explain_prints_one_message_for_expected_errors(
@@ -100,3 +108,11 @@ def test_full_disk_behind_stdout_is_reported() -> None:
     assert done.returncode == 2
     assert "the disk is full" in done.stderr
     assert "Exception ignored" not in done.stderr
+
+
+def test_command_runs_with_closed_standard_streams(tmp_path: Path) -> None:
+    script = str(Path(sys.executable).with_name("perilune"))
+    environment = {**os.environ, "PERILUNE_HOME": str(tmp_path)}
+    command = ["sh", "-c", 'exec "$0" templates list <&- >&-', script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -26,6 +26,8 @@ _REMEDIES = {
     errno.ENOENT: ("no such file", "check the path"),
     errno.ENOTDIR: ("not a directory", "check the path"),
     errno.EISDIR: ("a directory where a file belongs", "check the path"),
+    errno.EEXIST: ("it exists already", "choose another path"),
+    errno.ELOOP: ("a symbolic link that leads to itself", "check the path"),
     errno.ENAMETOOLONG: ("the name is too long", "choose a shorter one"),
 }
 

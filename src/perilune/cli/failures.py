@@ -15,6 +15,7 @@ from perilune.redaction import redact_text
 STORAGE_ERRNOS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS),
     *(errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR),
+    *(errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG),
 )
 
 

@@ -6,6 +6,7 @@ A command raises `PeriluneError`. This module turns any exception into one messa
 """
 
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -127,6 +128,7 @@ def _options(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the command's exit code."""
+    _replace_closed_streams()
     reduce_garbage_collection()
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
@@ -139,6 +141,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(leaving.code or flush_stdout())
         except BaseException as error:
             sys.exit(report_failure(error, debug=debug))
+
+
+def _replace_closed_streams() -> None:
+    """Open /dev/null in place of standard streams that the parent has closed, as `>&-` does in a shell."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # it stays open
 
 
 if __name__ == "__main__":
