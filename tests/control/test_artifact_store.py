@@ -15,6 +15,7 @@ from drill_cases import Command, carry_out, drill_plan
 from perilune.bundle.attested import Evidence, attestation_problems
 from perilune.bundle.envelope import PUBLIC
 from perilune.control.evidence.artifact_store import BLOCK_BYTES, URL_VARIABLE, ArtifactStore
+from perilune.control.record.home import Home
 from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError, WorkFailedError
 
@@ -95,7 +96,7 @@ def test_interrupted_push_resumes_and_pull_names_damaged_file(
     monkeypatch.setattr(store, "_upload", put)
     total = sum(path.stat().st_size for path in control.directory(run).rglob("*") if path.is_file())
     assert 0 < store.push(control, run) < total
-    store.pull(run.id, tmp_path / "back")
+    store.pull(control.home, run.id, tmp_path / "back")
     assert (
         list(attestation_problems(Evidence.from_export(tmp_path / "back", control.home.keys / PUBLIC))) == []
     )
@@ -104,7 +105,7 @@ def test_interrupted_push_resumes_and_pull_names_damaged_file(
     damaged = tmp_path / "share" / "sha256" / digest[:2] / digest
     damaged.write_bytes(b"x" * damaged.stat().st_size)
     with pytest.raises(WorkFailedError, match=r"content of total\.json is damaged"):
-        store.pull(run.id, tmp_path / "other")
+        store.pull(control.home, run.id, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 
@@ -114,7 +115,7 @@ def test_pull_refuses_unsafe_paths(store: ArtifactStore, tmp_path: Path, path: s
     entry = {"sha256": "0" * 64, "size": 0, "mode": "0644"}
     (tmp_path / "share" / "runs" / "RUN.json").write_text(json.dumps({"files": {path: entry}}))
     with pytest.raises(WorkFailedError, match="is damaged"):
-        store.pull("RUN", tmp_path / "back")
+        store.pull(Home.open(tmp_path), "RUN", tmp_path / "back")
     assert not (tmp_path / "back").exists()
 
 
@@ -129,7 +130,7 @@ def test_pull_refuses_malformed_file_list(store: ArtifactStore, tmp_path: Path, 
     for document in ({"files": files}, {"files": [files]}, [files], "files"):
         (tmp_path / "share" / "runs" / "RUN.json").write_text(json.dumps(document))
         with pytest.raises(WorkFailedError, match=r"(?s)RUN.json.*is damaged.*artifacts push RUN"):
-            store.pull("RUN", tmp_path / "back")
+            store.pull(Home.open(tmp_path), "RUN", tmp_path / "back")
 
 
 def test_unknown_store_scheme_is_refused(tmp_path: Path) -> None:

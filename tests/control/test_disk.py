@@ -228,17 +228,35 @@ def test_reconcile_sweeps_leftovers_of_killed_commands(control: Control, tmp_pat
     assert not recipe.parent.exists() and not control.reconciler.conditions.all()
 
 
-def test_reconcile_sweeps_killed_backup(
-    control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("module", "function", "words"),
+    [
+        ("control.record.backup", "_copy_files", ["backup"]),
+        ("control.runs.requests", "copy_file", ["collect", "drill", "--out"]),
+        ("control.evidence.verification", "copy_file", ["export", "drill", "--out"]),
+    ],
+)
+def test_gc_sweeps_folder_of_killed_command(
+    control: Control,
+    perilune: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: str,
+    function: str,
+    words: list[str],
 ) -> None:
+    carry_out(control, drill_plan(steps=1))
     script = (
-        "import os, sys; from pathlib import Path; from perilune.control.record import backup, home, store\n"
-        "backup._copy_files = lambda *_: os.kill(os.getpid(), 9)\n"
-        "found = home.Home(Path(sys.argv[1])); backup.back_up(store.Store(found), found, Path(sys.argv[2]))"
+        f"import os; from perilune.cli.main import main; from perilune.{module.rpartition('.')[0]} import"
+        f" {module.rpartition('.')[2]} as module\n"
+        f"module.{function} = lambda *_: os.kill(os.getpid(), 9)\nmain()"
     )
-    command = [sys.executable, "-c", script, str(control.home.root), str(tmp_path / "out" / "friday")]
-    assert subprocess.run(command, capture_output=True, check=False).returncode == -9
+    (tmp_path / "out").mkdir()
+    command = [sys.executable, "-c", script, *words, "friday"]
+    environment = os.environ | {"PERILUNE_HOME": str(control.home.root)}
+    killed = subprocess.run(command, capture_output=True, cwd=tmp_path / "out", env=environment, check=False)
+    assert killed.returncode == -9, killed.stderr
     assert list((tmp_path / "out").iterdir())
     monkeypatch.setattr("perilune.control.record.home.SWEEP_AGE_S", 0.0)
-    control.reconciler.reconcile_all()
+    assert perilune("gc")[0] == 0
     assert not list((tmp_path / "out").iterdir())

@@ -78,13 +78,14 @@ def pull(
     `perilune verify` checks the folder. The run may come from another home.
     """
     from perilune.control.evidence.artifact_store import ArtifactStore
+    from perilune.control.record.home import Home
 
     remote = ArtifactStore.open(store)
     fitting = [run_id for run_id in remote.runs() if run_id.startswith(run.upper())]
     if len(fitting) != 1:
         what = f"'{run}' matches {len(fitting)} runs" if fitting else f"the store has no run '{run}'"
         raise RequestError(what, where=remote.url, remedy="perilune artifacts list")
-    files = remote.pull(fitting[0], out)
+    files = remote.pull(Home.open(), fitting[0], out)
     if as_json:
         print_json({"run": fitting[0], "directory": str(out), "files": files})
     else:

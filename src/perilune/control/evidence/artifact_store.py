@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.digest import walk
-from perilune.bundle.storage import new_folder
 from perilune.bundle.verify import frozen_and_artifact_hashes
 from perilune.control.evidence.verification import export
+from perilune.control.record.home import Home
 from perilune.control.record.store import Run
 from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError, WorkFailedError, requires_extra
@@ -94,7 +94,7 @@ class ArtifactStore:
                 self._write(f"{self._root}/runs/{run.id}.json", lambda file: file.write(index))
         return sent
 
-    def pull(self, run_id: str, destination: Path) -> int:
+    def pull(self, home: Home, run_id: str, destination: Path) -> int:
         """Download a run's evidence to a new folder, as `perilune export` lays it out; returns the count.
 
         Raises:
@@ -102,7 +102,7 @@ class ArtifactStore:
             WorkFailedError: a file does not have the hash in the list.
         """
         files = self._read_index(run_id)
-        with new_folder("keep what was pulled", destination) as building:
+        with home.new_folder("keep what was pulled", destination) as building:
             list(self._transfer_each(lambda name: self._download(files[name], building / name), files))
         return len(files)
 

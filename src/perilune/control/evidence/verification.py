@@ -10,7 +10,7 @@ from perilune.bundle.attested import BUNDLE_STATEMENT, RESULT_STATEMENT, attesta
 from perilune.bundle.crate import describe
 from perilune.bundle.digest import recorded_digest
 from perilune.bundle.envelope import PUBLIC
-from perilune.bundle.storage import copy_file, new_folder
+from perilune.bundle.storage import copy_file
 from perilune.bundle.verify import verify
 from perilune.control.evidence.attestation import evidence_paths
 from perilune.control.record.database import REPAIR_REMEDY, DamagedError
@@ -114,7 +114,7 @@ def export(control: Control, run: Run, destination: Path, *, crate: bool = False
         why = f"its evidence is damaged: {problem}" if problem else f"it is {run.state}"
         raise RequestError(f"the run cannot be exported: {why}", where=f"run {run.id}")
     evidence = evidence_paths(control.home, run.id, run.current_epoch)
-    with new_folder("export the run", destination) as building:
+    with control.home.new_folder("export the run", destination) as building:
         for source in evidence.bundle.rglob("*"):  # just verified
             if source.is_file():
                 target = building / "bundle" / source.relative_to(evidence.bundle)

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from perilune.bundle.storage import new_folder
 from perilune.control.machines.providers import CLUSTER_FILE, cluster_id
 from perilune.control.record.database import SNAPSHOT_OPTIONS, Sqlite, open_database
-from perilune.control.record.home import BUILDING_FILE, RESERVE_FILE, Home
+from perilune.control.record.home import RESERVE_FILE, Home
 from perilune.control.record.identity import ADOPTED_FILE, INHERITED_FILE, Inherited, inherit
 from perilune.control.record.migrations import LATEST
 from perilune.control.record.store import (
@@ -55,9 +55,7 @@ def back_up(store: Store, home: Home, destination: Path, *, evidence: bool = Fal
     Raises:
         RequestError: `destination` exists, or it cannot be written.
     """
-    with home.scratch() as scratch, new_folder("make a backup", destination) as building:
-        # If this process is killed, the folder is swept.
-        (scratch / BUILDING_FILE).write_text(str(building), encoding="utf-8")
+    with home.new_folder("make a backup", destination) as building:
         copy = Sqlite(Home(building))
         try:
             with store.snapshot() as session, copy.engine.begin() as written:

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from perilune.bundle.storage import remove_tree
+from perilune.bundle.storage import new_folder, remove_tree
 from perilune.control.record.faults import kill_point
 from perilune.control.record.ids import new_ulid
 from perilune.errors import RequestError
 from perilune.files import home_directory
 
 SWEEP_AGE_S = 60.0  # seconds; the process that created a directory has locked it long before
-BUILDING_FILE = "building"  # in a scratch directory: the path of the folder that its owner builds elsewhere
+_BUILDING_FILE = "building"  # in a scratch directory: the path of the folder that its owner builds elsewhere
 RESERVE_FILE, RESERVE_BYTES = "reserve", 1 << 19  # lets `perilune gc` run on a full disk
 MIN_FREE_BYTES = 64 << 20  # free bytes that creating the reserve requires
 
@@ -149,6 +149,19 @@ class Home:
             if path.exists():
                 remove_tree(path)
 
+    @contextmanager
+    def new_folder(self, action: str, destination: Path) -> Iterator[Path]:
+        """Yield a folder to fill, which is renamed to `destination` when the block succeeds.
+
+        It is anywhere on the machine. If this process is killed, it is swept.
+
+        Raises:
+            RequestError: `destination` exists or cannot be written.
+        """
+        with self.scratch() as scratch, new_folder(action, destination) as building:
+            (scratch / _BUILDING_FILE).write_text(str(building.absolute()), encoding="utf-8")
+            yield building
+
     def discard(self, path: Path) -> bool:
         """Rename a folder into `tmp`, then delete it; False if there is none.
 
@@ -191,7 +204,7 @@ def _is_old(path: Path, seconds: float) -> bool:
 
 def _remove_built_elsewhere(scratch: Path) -> None:
     """Remove the unfinished folder that the dead owner of a scratch directory was building elsewhere."""
-    note = scratch / BUILDING_FILE
+    note = scratch / _BUILDING_FILE
     building = Path(note.read_text(encoding="utf-8")) if note.is_file() else None
     if building is not None and building.match(".*.tmp") and building.is_dir():
         remove_tree(building)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from perilune.bundle.digest import recorded_digest
 from perilune.bundle.freeze import copy_for_attempt
-from perilune.bundle.storage import copy_file, new_folder
+from perilune.bundle.storage import copy_file
 from perilune.bundle.verify import verify
 from perilune.control.evidence.attempt_evidence import worker_output
 from perilune.control.evidence.attestation import removed_artifacts
@@ -213,7 +213,7 @@ def collect_evidence(control: Control, run_id: str, destination: Path | None = N
         raise WorkFailedError(f"the evidence is damaged: {differences[0]}", where=str(attempt))
     files = sorted(path.relative_to(attempt) for path in attempt.rglob("*") if path.is_file())
     if destination is not None:
-        with new_folder("copy the evidence", destination) as building:
+        with control.home.new_folder("copy the evidence", destination) as building:
             for file in files:
                 copy_file(attempt / file, building / file, (attempt / file).stat().st_mode & 0o777)
     return files
