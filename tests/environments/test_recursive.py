@@ -244,6 +244,13 @@ def test_ask_tool_shows_answers_in_context() -> None:
     assert [text for _, text in seen[2:]] == ["AB", "error: neither a call nor an <answer>\n"]
 
 
+def test_how_to_page_documents_every_key(environment: Any) -> None:
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "recursive.md"
+    heads = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", page.read_text(), re.MULTILINE)
+    documented = {key for head in heads for key in re.findall(r"\w+", head)}
+    assert environment.Spec.model_fields.keys() - {"id", "tasks"} <= documented
+
+
 def test_traces_contain_record_for_each_distinct_sub_agent_conversation() -> None:
     teacher = make_teacher("recursive", {"lines": 1.0})
     traces = collect_traces(COMPACT, teacher, 6, 0, extra={})
