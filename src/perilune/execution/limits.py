@@ -29,7 +29,7 @@ class AttemptLimits(Frozen):
         None,
         gt=0,
         description="seconds without contact after which an attempt is abandoned and another starts; by"
-        " default as soon as it must have stopped",
+        " default as soon as the attempt has certainly stopped",
     )
 
     @property

@@ -31,7 +31,7 @@ def compare(
         list[str],
         typer.Argument(
             metavar="EXPERIMENT|SWEEP...",
-            help="Names, each of all experiments that have it, or first characters of ids.",
+            help="Names of sweeps or experiments, or first characters of ids. A name selects all with it.",
         ),
     ],
     metric: Annotated[

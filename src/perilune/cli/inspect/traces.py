@@ -31,7 +31,8 @@ app.command("gate", epilog="Example: perilune traces gate suite calculator/rl --
 
 MAX_SHOWN = 10  # failed cases to print
 Targets = Annotated[
-    list[str], typer.Argument(metavar="EXPERIMENT|RUN|FOLDER...", help="Whose episode files to read.")
+    list[str],
+    typer.Argument(metavar="EXPERIMENT|RUN|FOLDER...", help="Runs, or a folder, whose episodes to read."),
 ]
 Out = Annotated[Path, typer.Option("--out", help="The folder to write.")]
 Where = Annotated[
@@ -99,8 +100,8 @@ def export_command(
 ) -> None:
     """Write episodes as OpenTelemetry spans (OTLP, JSON), which tracing tools show.
 
-    Agents and turns follow the conventions for generative AI. The time of a span is the round in which its
-    turns were sampled, one second each, from the time of the episode file on.
+    Agents and turns follow the conventions for generative AI. Each round of turns counts as one second, and
+    the first round begins at the time of the episode file.
     """
     from perilune.cli.inspect.recordings import fitting_episodes
     from perilune.traces.otlp import trace_request
@@ -228,8 +229,8 @@ def shrink_command(
         Path | None,
         typer.Option(
             metavar="PYTHON",
-            help="Interpreter of an installation that plays the suite right. Shrinks the cases that fail "
-            "here, as long as both installations differ.",
+            help="Interpreter of an installation in which the suite passes. Shrinks the cases that fail "
+            "here, as long as the results of the two differ.",
         ),
     ] = None,
     as_json: Json = False,

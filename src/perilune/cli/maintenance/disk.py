@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 def gc(
     yes: Annotated[bool, typer.Option("--yes", help="Delete the listed files.")] = False,
     checkpoints: Annotated[
-        bool, typer.Option("--checkpoints", help="Also intermediate checkpoints of succeeded runs.")
+        bool, typer.Option("--checkpoints", help="Also delete intermediate checkpoints of succeeded runs.")
     ] = False,
     unused_days: Annotated[
         float,
-        typer.Option("--unused-days", min=0, help="Also Python environments unused for this many days."),
+        typer.Option(
+            "--unused-days", min=0, help="Days after which an unused Python environment is deleted."
+        ),
     ] = 30.0,
     as_json: Json = False,
 ) -> None:

@@ -26,7 +26,9 @@ KILLS_PER_MINUTE = {"calm": 0.0, "stormy": 3.0}  # expected kills of the control
 
 def lab(
     *,
-    weather: Annotated[Literal["calm", "stormy"], typer.Option(help="Whether the cloud fails.")] = "stormy",
+    weather: Annotated[
+        Literal["calm", "stormy"], typer.Option(help="calm: no failures; stormy: with failures.")
+    ] = "stormy",
     seconds: Annotated[float, typer.Option(min=1, help="How long to submit runs.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Selects the failures.")] = 0,
     at_once: Annotated[int, typer.Option(min=1, max=64, help="Number of live runs.")] = 4,

@@ -85,14 +85,18 @@ class Site(Frozen):
 
     python: str = Field("python3", description="interpreter on the machine")
     installed: bool = Field(
-        False, description="whether it already has all packages; checked, and nothing is installed"
+        False,
+        description="true: the machine already has all packages, which Perilune checks; it installs nothing",
     )
     workspace: str = Field("~/.perilune/attempts", description="folder on the machine for attempts")
     environment: dict[str, str] = Field(
         {}, description="more environment variables for the worker and its installer; no secrets"
     )
     store: float = Field(
-        0.25, ge=0, le=1, description="share of its disk for uploaded files, which are then sent only once"
+        0.25,
+        ge=0,
+        le=1,
+        description="maximum share of its disk for uploaded files, which it keeps for later runs",
     )
 
     def with_environment(self, variables: Mapping[str, str]) -> Site:
