@@ -147,7 +147,7 @@ def _replace_closed_streams() -> None:
     """Open /dev/null in place of standard streams that the parent has closed, as `>&-` does in a shell."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # it stays open
+            setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115  # it stays open
 
 
 if __name__ == "__main__":
