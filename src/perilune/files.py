@@ -123,7 +123,12 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     """Write `path` atomically: readers and crashes see either the old or the new file.
 
     Temporary name in the same directory, fsync, rename, fsync of the directory.
+
+    Raises:
+        IsADirectoryError: when the path is a directory.
     """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     payload = data.encode() if isinstance(data, str) else data
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")

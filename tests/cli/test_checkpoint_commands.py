@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import typer
 from cli_cases import SCRIPT, environment
 
 from perilune.cli.inspect import chat as chatting
@@ -123,6 +124,17 @@ def test_chat_answers_stdin_lines_and_keeps_history_until_reset(tmp_path: Path, 
     second = answer(user, {"role": "assistant", "content": first}, user)
     system = answer({"role": "system", "content": "be brief"}, user)
     assert done.stdout == "".join(f"{text}\n" for text in (first, second, first, system))
+
+
+def test_chat_separate_reports_refused_line_and_answers_the_others(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"hello\n{'x' * 20_000}\nhello\n"))
+    with pytest.raises(typer.Exit) as left:
+        chatting.chat(str(model), max_tokens=6, temperature=0.0, separate=True)
+    out, err = capsys.readouterr()
+    assert left.value.exit_code == 2 and "error: line 2: the conversation has" in err
+    assert out == out[: len(out) // 2] * 2 and out
 
 
 def test_chat_separate_answers_each_line_without_history(

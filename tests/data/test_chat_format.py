@@ -1,6 +1,7 @@
 """Chat formats: round trips preserve messages, and errors name content that a record cannot hold."""
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from perilune.data.chat_format import from_openai, from_sharegpt, to_openai, to_
 from perilune.data.conversion import ImportDefaults, convert_files
 from perilune.data.records import Provenance, TraceRecord, read_records, to_row, write_records
 from perilune.errors import RequestError
+from perilune.files import write_json_lines
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -253,6 +255,17 @@ def test_convert_and_filter_refuse_files_of_other_formats(tmp_path, name, data, 
         result = CliRunner().invoke(app, [command, str(tmp_path / name), "--out", *options])
         assert isinstance(result.exception, RequestError) and error in str(result.exception)
         assert not (tmp_path / "out").exists()
+
+
+def test_convert_refuses_folder_as_output(tmp_path, monkeypatch):
+    write_records(tmp_path / "a.jsonl", RECORDS)
+    monkeypatch.chdir(tmp_path)
+    for out in (Path(), tmp_path):
+        with pytest.raises(RequestError, match="is a folder"):
+            convert_files([tmp_path / "a.jsonl"], "openai", out)
+    with pytest.raises(IsADirectoryError):
+        write_json_lines(Path(), [])
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 def test_convert_files_reports_at_most_100_reasons(tmp_path):

@@ -44,8 +44,10 @@ def convert_files(
         The number of rows read, written, and rejected by reason.
 
     Raises:
-        RequestError: when a file cannot be read, or is no JSON Lines file.
+        RequestError: when a file cannot be read, or is no JSON Lines file; when `out` is a folder.
     """
+    if out.is_dir():
+        raise RequestError("is a folder", where=str(out), remedy="name a file in it, such as chats.jsonl")
     files = list(map(records_file, inputs))
     for path in files:
         check_file(path)

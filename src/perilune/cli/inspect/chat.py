@@ -46,7 +46,8 @@ def chat(
 
     /reset forgets the conversation, /system TEXT sets the system message, /quit ends the chat. Without a
     terminal, each line of stdin is one message, and the answers go to stdout. All messages are one
-    conversation, unless --separate is given.
+    conversation, unless --separate is given; then a line that has no answer is an error on stderr, and the
+    others are answered.
 
     \b
     perilune chat quickstart/rl --plain
@@ -59,7 +60,8 @@ def chat(
     interactive = sys.stdin.isatty()
     if interactive:
         echo(f"{checkpoint}: {COMMANDS}; Ctrl-C stops an answer", err=True)
-    for line in _read_lines(interactive=interactive):
+    failed = False
+    for number, line in enumerate(_read_lines(interactive=interactive), start=1):
         command, _, rest = line.strip().partition(" ")
         if command == "/quit":
             break
@@ -68,9 +70,12 @@ def chat(
         try:
             _handle_line(conversation, command, rest.strip(), line)
         except RequestError as error:
-            if not interactive:
+            if not interactive and not separate:
                 raise
-            echo(f"error: {error}", err=True)
+            failed = not interactive
+            echo(f"error: {f'line {number}: ' if failed else ''}{error}", err=True)
+    if failed:
+        raise typer.Exit(RequestError.exit_code)
 
 
 def _handle_line(conversation: Conversation, command: str, rest: str, line: str) -> None:
