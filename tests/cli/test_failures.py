@@ -1,6 +1,7 @@
 """Every error is one message on stderr and an exit code."""
 
 import errno
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,8 @@ from pydantic import ValidationError
 
 from perilune.bundle.job import Resources
 from perilune.cli.failures import report_failure
+from perilune.cli.main import main
+from perilune.cli.output import print_json
 from perilune.errors import RequestError, WorkFailedError
 
 
@@ -54,6 +57,45 @@ def test_explain_prints_one_message_for_expected_errors(
     assert out == ""
     assert err.startswith(said)
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "remedy"),
+    [
+        ("runs --bogus --json", "No such option: --bogus", "perilune runs -h"),
+        ("top --every x --json", "Invalid value for", "perilune top -h"),
+        ("cancel --json", "Missing argument", "perilune cancel -h"),
+        ("show nothing --json", "no run is called 'nothing'", "perilune runs"),
+        ("runz --json", "unknown command 'runz'", "perilune run"),
+    ],
+)
+def test_error_of_json_command_is_one_line_of_json(
+    words: str, error: str, remedy: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("PERILUNE_HOME", str(tmp_path))
+    with pytest.raises(SystemExit) as left:
+        main(words.split())
+    out, err = capsys.readouterr()
+    document = json.loads(err)
+    assert (out, err.count("\n"), left.value.code) == ("", 1, 2)
+    assert document.keys() == {"error", "where", "remedy", "exit_code"}
+    assert document["error"].startswith(error)
+    assert document["remedy"].endswith(remedy)
+    assert document["exit_code"] == 2
+
+
+def test_exit_codes_of_json_commands_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PERILUNE_HOME", str(tmp_path))
+    for words, code in (("runs --json", 0), ("doctor -h --json", 0)):
+        with pytest.raises(SystemExit) as left:
+            main(words.split())
+        assert (left.value.code or 0) == code
+
+
+def test_print_json_writes_numbers_that_json_lacks_as_null(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"a": [float("nan"), 1.5], "b": float("-inf"), "c": Path("x")})
+    assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5], "b": None, "c": "x"}
 
 
 def test_explain_saves_traceback_of_unexpected_error(

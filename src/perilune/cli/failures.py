@@ -1,6 +1,7 @@
 """Turns any exception into one message on stderr and an exit code."""
 
 import errno
+import json
 import os
 import sys
 import tempfile
@@ -8,8 +9,9 @@ import time
 import traceback
 from pathlib import Path
 
+from perilune.cli.commands import use_program_command
 from perilune.cli.output import format_for_terminal
-from perilune.errors import PeriluneError, RequestError
+from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.redaction import redact_text
 
 STORAGE_ERRNOS = (
@@ -19,26 +21,39 @@ STORAGE_ERRNOS = (
 )
 
 
-def report_failure(error: BaseException, *, debug: bool) -> int:
-    """Print `error` to stderr and return the exit code."""
+def report_failure(error: BaseException, *, debug: bool, as_json: bool = False) -> int:
+    """Print `error` to stderr, as a message or as one line of JSON, and return the exit code."""
     if isinstance(error, BrokenPipeError):
         _detach_stdout()
         return 1
     if debug:
         traceback.print_exception(error)
+    explained = _explain(error, debug=debug)
+    if as_json:
+        fields = {"error": explained.what, "where": explained.where, "remedy": explained.remedy}
+        texts = {key: use_program_command(redact_text(text)) for key, text in fields.items()}
+        sys.stderr.write(json.dumps(texts | {"exit_code": explained.exit_code}) + "\n")
+    else:
+        sys.stderr.write(format_for_terminal(f"error: {explained}") + "\n")
+    return explained.exit_code
+
+
+def _explain(error: BaseException, *, debug: bool) -> PeriluneError:
+    """Return an exception as the user's error."""
     if isinstance(error, KeyboardInterrupt):
-        _print_error("error: interrupted")
-        return 2
+        return RequestError("interrupted")
     if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
         error = _storage_error(error)
     if "pydantic" in sys.modules:
         error = _validation_error(error)
     if isinstance(error, PeriluneError):
-        _print_error(f"error: {error}")
-        return error.exit_code
+        return error
+    if hasattr(error, "format_message"):  # of the parser: a wrong option or argument
+        context = getattr(error, "ctx", None)
+        remedy = f"{context.command_path} -h" if context else ""
+        return RequestError(error.format_message(), remedy=remedy)
     saved = "" if debug else f"\n  the traceback is in {_save_traceback(error)}; --debug prints it"
-    _print_error(f"error: unexpected {type(error).__name__}: {error}{saved}")
-    return 1
+    return WorkFailedError(f"unexpected {type(error).__name__}: {error}{saved}")
 
 
 def flush_stdout() -> int:
@@ -72,10 +87,6 @@ def _validation_error(error: BaseException) -> BaseException:
     key = ".".join(str(part) for part in first["loc"])
     more = f" (and {len(others)} more)" if others else ""
     return RequestError(f"{first['msg']}{more}", where=f"{error.title}: {key}" if key else error.title)
-
-
-def _print_error(message: str) -> None:
-    sys.stderr.write(format_for_terminal(message) + "\n")
 
 
 def _save_traceback(error: BaseException) -> Path:

@@ -134,13 +134,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     debug = "--debug" in words
     # People add --debug at the end of the line that failed, so it may stand anywhere.
     words = [argument for argument in words if argument != "--debug"]
+    as_json = "--json" in words
     with redact_output():
         try:
-            typer.main.get_command(app).main(words, prog_name=program_command())
+            command = typer.main.get_command(app)
+            code = command.main(words, prog_name=program_command(), standalone_mode=not as_json)
         except SystemExit as leaving:
             sys.exit(leaving.code or flush_stdout())
         except BaseException as error:
-            sys.exit(report_failure(error, debug=debug))
+            sys.exit(report_failure(error, debug=debug, as_json=as_json))
+        sys.exit(code or flush_stdout())
 
 
 def _replace_closed_streams() -> None:

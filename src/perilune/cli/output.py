@@ -66,8 +66,13 @@ def as_markup(text: str) -> str:
 
 
 def print_json(document: Any) -> None:
-    """Print one JSON document in ASCII. Values that JSON cannot represent are printed as text."""
-    typer.echo(json.dumps(document, indent=2, default=str))
+    """Print one JSON document in ASCII. NaN and infinities become null; values of other types, texts."""
+    try:
+        text = json.dumps(document, indent=2, default=str, allow_nan=False)
+    except ValueError:
+        known = json.loads(json.dumps(document, default=str), parse_constant=lambda name: None)
+        text = json.dumps(known, indent=2)
+    typer.echo(text)
 
 
 def make_table(*columns: str, left: int = 1) -> Any:

@@ -13,9 +13,11 @@ def render_markdown() -> str:
     lines = [
         "# Command line",
         "",
-        "Every listing has `--json`. Exit codes: 0 means done, 1 that the work failed, 2 that the request",
-        "was wrong. Perilune keeps its state in `$PERILUNE_HOME` (default `~/.perilune`). The option",
-        "`--debug`, at any place, shows the traceback of an error.",
+        "Every listing has `--json`, which prints one JSON document on standard output. An error is then",
+        "one line of JSON, the last on standard error, with the keys `error`, `where`, `remedy` and",
+        "`exit_code`. Exit codes: 0 means done, 1 that the work failed, 2 that the request was wrong.",
+        "Perilune keeps its state in `$PERILUNE_HOME` (default `~/.perilune`). The option `--debug`, at any",
+        "place, shows the traceback of an error.",
         "",
         "<!-- Written by `python -m perilune.cli.reference`; a test keeps it in step. -->",
     ]
