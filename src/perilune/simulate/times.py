@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+import perilune
 from perilune.errors import RequestError
 from perilune.files import read_json_or_empty, write_json
 from perilune.simulate.step_cost import FEATURE_NAMES, StepCost, StepTimes
@@ -125,7 +126,6 @@ def model_digest(section: Mapping[str, Any]) -> str:
 @cache
 def engine_digest() -> str:
     """Return the digest of the code that the coefficients measure."""
-    import perilune
 
     root, digest = Path(str(perilune.__file__)).parent, hashlib.sha256()
     for package in MEASURED_PACKAGES:

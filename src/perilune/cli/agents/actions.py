@@ -13,6 +13,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from perilune.control.queries.forecast import forecast_submission
+from perilune.control.queries.lookup import find_run_or_experiment
 from perilune.control.record.store import Run
 from perilune.control.record.transitions import RunState
 from perilune.control.runs.current_submission import live_runs
@@ -93,7 +95,6 @@ class Actor:
         """Stop a run or an experiment. Without `token`: what would stop and a token, and nothing stops."""
         from perilune.cli.arguments import summarize_run
         from perilune.cli.train.lifecycle import stop_target, stopped_document
-        from perilune.control.queries.lookup import find_run_or_experiment
 
         found = find_run_or_experiment(self.control, target)
         with self.control.store.snapshot() as session:
@@ -112,7 +113,6 @@ class Actor:
     ) -> tuple[Recipe, Template | None, dict[str, Any]]:
         from perilune.cli.train.plan import derive_plans
         from perilune.cli.train.run import add_estimates, parse_destination, plan_document
-        from perilune.control.queries.forecast import forecast_submission
         from perilune.recipe.load import load_recipe
 
         target, _ = parse_destination(template or None, changes)

@@ -5,11 +5,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from perilune.cli.arguments import RUN_HELP, WHERE_HELP
-from perilune.control.queries.lookup import StageStatus
+from perilune.cli.inspect.compare import compare_targets, comparison_document
+from perilune.cli.inspect.history import explain_target, explanation_document
+from perilune.cli.inspect.runs import show_document
+from perilune.cli.train.results import paired_change, parent_change
+from perilune.control.queries.lookup import (
+    StageStatus,
+    count_experiments,
+    find_experiments,
+    find_run,
+    group_stage_statuses,
+    latest_experiments,
+)
 from perilune.control.runs.experiments import Control
+from perilune.control.runs.next_stage import read_recipe
+from perilune.control.runs.requests import stream_log
 from perilune.errors import RequestError
 
 Target = Annotated[str, Field(description=RUN_HELP)]
@@ -59,12 +72,6 @@ class Reader:
         With `experiment`: also the model, run ids, seconds, all final figures, and `change`, the gain in
         pass@1 over the checkpoint that training started from, paired by task.
         """
-        from perilune.control.queries.lookup import (
-            count_experiments,
-            find_experiments,
-            group_stage_statuses,
-            latest_experiments,
-        )
 
         control = self.control
         ids = find_experiments(control, experiment) if experiment else latest_experiments(control, last)
@@ -83,7 +90,6 @@ class Reader:
 
         `settings.spec` has the algorithm, lr and so on, `summary.forgetting` the change on other tasks.
         """
-        from perilune.cli.inspect.runs import show_document
 
         document: dict[str, Any] = _compact(show_document(self.control, run))
         return document
@@ -92,7 +98,6 @@ class Reader:
         self, target: Annotated[str, Field(description=f"{RUN_HELP} Or an experiment.")]
     ) -> dict[str, Any]:
         """Explain the state of a run: its cause (of a failure, too), what happens next, and what to do."""
-        from perilune.cli.inspect.history import explain_target, explanation_document
 
         return explanation_document(*explain_target(self.control, target))
 
@@ -119,7 +124,6 @@ class Reader:
         Experiments that differ only in their seed are one arm. `conclusion` states what the paired test over
         seeds shows; with fewer than three common seeds no claim is made.
         """
-        from perilune.cli.inspect.compare import compare_targets, comparison_document
 
         return comparison_document(compare_targets(self.control, targets, metric or None, baseline))
 
@@ -128,7 +132,6 @@ class Reader:
 
         `tasks` counts the common tasks. Settings that differ, and so may explain the change, are listed.
         """
-        from perilune.cli.train.results import paired_change
 
         (first, old), (second, new) = self._find(before), self._find(after)
         for run, attempt in ((before, old), (after, new)):
@@ -216,7 +219,6 @@ class Reader:
         last: Annotated[int, Field(ge=1, le=1000, description="Number of lines, the last ones.")] = 40,
     ) -> dict[str, Any]:
         """The end of the log of a run."""
-        from perilune.control.runs.requests import stream_log
 
         identity, _ = self._find(run)
         lines = "".join(stream_log(self.control, identity["run"])).splitlines()
@@ -239,7 +241,6 @@ class Reader:
 
     def _find(self, run: str) -> tuple[dict[str, str], Any]:
         """Return the ids and the stage of a run, and its current attempt."""
-        from perilune.control.queries.lookup import find_run
         from perilune.ui.attempt import Attempt
 
         found = find_run(self.control, run)
@@ -303,10 +304,6 @@ def _experiment(stages: Sequence[StageStatus]) -> dict[str, Any]:
 
 def _details(control: Control, stages: Sequence[StageStatus]) -> dict[str, Any]:
     """Return the model of an experiment, and all figures of its stages with their changes."""
-    from pydantic import ValidationError
-
-    from perilune.cli.train.results import parent_change
-    from perilune.control.runs.next_stage import read_recipe
 
     rows = {stage.name: _stage(stage) for stage in stages}
     try:

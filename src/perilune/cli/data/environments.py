@@ -20,8 +20,10 @@ from perilune.cli.arguments import (
     make_command_group,
 )
 from perilune.cli.data.audit import audit_environments, load_recipe_environments, replay
+from perilune.cli.data.prompt_tokens import print_facts, print_tokens, recipe_source, token_document
 from perilune.cli.output import echo, print_json
 from perilune.environments import Environment, Failure, Split, Task, Transcript
+from perilune.environments.adapters.compact import PROMPTS
 from perilune.environments.core.registry import (
     SOURCE,
     environment_families,
@@ -61,7 +63,6 @@ def list_environments(
     as_json: Json = False,
 ) -> None:
     """List environments; with NAME or --json, also their families and games."""
-    from perilune.environments.adapters.compact import PROMPTS
 
     rows = []
     for identifier in environment_ids() if name is None else (name,):
@@ -166,7 +167,6 @@ def sample(
     For an environment with several turns, prints the whole episode of a right answer. For a recipe, or with
     --model, prints each prompt token by token, as the model's chat template renders it.
     """
-    from perilune.cli.data.prompt_tokens import print_facts, print_tokens, recipe_source, token_document
     from perilune.models.text.template_facts import template_facts
     from perilune.models.text.tokenizer import Tokenizer
 

@@ -11,6 +11,7 @@ from perilune.cli.arguments import EnvironmentFields, Json, SplitOption, find_ch
 from perilune.cli.console import make_stage_progress
 from perilune.cli.data.environments import environment_section, parse_settings
 from perilune.cli.output import echo, print_json
+from perilune.data.generators import make_teacher
 from perilune.environments.core.registry import make_environment
 from perilune.errors import RequestError, WorkFailedError
 from perilune.extensions import CodeFile, is_file_reference
@@ -66,7 +67,6 @@ def generate(
     if bool(teacher) == bool(model):
         raise RequestError("give either --teacher or --model")
     from perilune.data import generation
-    from perilune.data.generators import make_teacher
     from perilune.data.generators.collection import TeacherGenerator
     from perilune.verifiers import Scorer
 

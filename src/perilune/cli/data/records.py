@@ -11,6 +11,7 @@ from perilune.cli.arguments import Json, make_command_group
 from perilune.cli.console import make_stage_progress
 from perilune.cli.data.generate import generate
 from perilune.cli.output import echo, print_json
+from perilune.data.conversion import ImportDefaults, convert_files
 from perilune.files import read_json_lines
 
 BAR_WIDTH = 40  # characters of the longest bar
@@ -149,7 +150,6 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Convert conversations. Rejected rows go to FILE.rejected.jsonl with file, line and reason."""
-    from perilune.data.conversion import ImportDefaults, convert_files
 
     report = convert_files(files, to, out, ImportDefaults(environment, source, score))
     if as_json:

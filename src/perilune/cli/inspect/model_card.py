@@ -12,6 +12,7 @@ from perilune.cli.output import echo, print_json
 from perilune.cli.units import format_count, format_flops, format_size
 from perilune.errors import RequestError
 from perilune.files import read_json, write_atomic
+from perilune.models.card.model_card import ITEM_BYTES
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 
@@ -39,7 +40,6 @@ def card(
     """Print a model's parameters, attention layers, KV cache, compute and memory."""
     from perilune.models.card.document import card_document
     from perilune.models.card.from_config import model_card
-    from perilune.models.card.model_card import ITEM_BYTES
 
     file = config_file(path)
     raw = read_json(file)

@@ -12,6 +12,9 @@ from perilune.cli.arguments import Json, RunArgument, format_reason, open_contro
 from perilune.cli.inspect.run_table import describe_doubts, format_interval, print_runs
 from perilune.cli.machines.rented import warn_about_cleanup
 from perilune.cli.output import echo, make_console, print_json, wrap_text, write
+from perilune.cli.train.results import print_forgetting, print_held_out
+from perilune.metrics.health.verdict import Health
+from perilune.metrics.training import training_figures
 
 if TYPE_CHECKING:
     from perilune.control.queries.lookup import StageStatus
@@ -76,8 +79,6 @@ def show(run: RunArgument, as_json: Json = False) -> None:
     perilune show quickstart/rl --json
     """
     from perilune.cli.train.estimate import compare_with_estimate, load_estimate
-    from perilune.cli.train.results import print_forgetting, print_held_out
-    from perilune.metrics.training import training_figures
 
     control = open_control()
     document = show_document(control, run)
@@ -118,7 +119,6 @@ def show(run: RunArgument, as_json: Json = False) -> None:
 def show_document(control: Control, run: str) -> dict[str, Any]:
     """Return everything recorded about a run, its settings, and the verdict on its health, as JSON."""
     from perilune.control.queries.lookup import find_run, run_document
-    from perilune.metrics.health.verdict import Health
     from perilune.ui.attempt import Attempt
     from perilune.ui.health import assess_attempt, describe_failure
 

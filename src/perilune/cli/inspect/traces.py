@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from perilune.bundle.digest import contents_digest, source_files
 from perilune.cli.arguments import WHERE_HELP, Json, find_checkpoint, make_command_group
 from perilune.cli.inspect.traces_gate import SuiteArgument, SuitePart, gate_command
 from perilune.cli.output import echo, print_json
@@ -357,7 +358,6 @@ def _run_exact(suite: Suite, part: Part, checkpoint: str | None, *, as_json: boo
 
 
 def _engine(suite: Suite, checkpoint: str | None) -> tuple[Engine, str]:
-    from perilune.bundle.digest import contents_digest, source_files
     from perilune.models.checkpoints.stored import open_checkpoint
     from perilune.tasks.stage.memory_plan import make_engine
 

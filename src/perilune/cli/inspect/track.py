@@ -13,7 +13,9 @@ from perilune.cli.arguments import Json, RunArgument, open_run
 from perilune.cli.output import echo, print_json
 from perilune.cli.train.trackers import tracker_folder
 from perilune.control.record.home import locked
+from perilune.control.record.transitions import RunState
 from perilune.files import read_json
+from perilune.tracking import FigureReader, TrackedRun, open_sink
 
 if TYPE_CHECKING:
     from perilune.control.record.store import Run
@@ -45,7 +47,6 @@ def track(
     perilune track rl --to wandb --follow
     """
     from perilune.execution.processes import die_with_parent
-    from perilune.tracking import open_sink
 
     if tied:
         die_with_parent(os.getppid())
@@ -67,8 +68,6 @@ def track(
 
 def _copy(control: Control, run: Run, sink: Sink, *, follow: bool) -> int:
     """Copy steps until there are no more; returns their number."""
-    from perilune.control.record.transitions import RunState
-    from perilune.tracking import FigureReader
 
     trail, steps = FigureReader(sink.after), 0
     while True:
@@ -88,7 +87,6 @@ def _copy(control: Control, run: Run, sink: Sink, *, follow: bool) -> int:
 def _make_tracked_run(control: Control, run: Run) -> TrackedRun:
     from perilune.bundle.job import Job
     from perilune.control.queries.lookup import run_document
-    from perilune.tracking import TrackedRun
 
     job = Job.model_validate(read_json(control.home.bundle(run.id) / "job.json"))
     environment = {

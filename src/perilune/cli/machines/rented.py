@@ -13,6 +13,7 @@ from perilune.cli.arguments import Json, make_command_group, open_control
 from perilune.cli.output import as_markup, echo, make_console, print_json
 from perilune.cli.units import format_duration
 from perilune.control.record.home import Home
+from perilune.control.record.transitions import AttemptState
 from perilune.errors import PeriluneError, RequestError
 from perilune.plural import plural
 
@@ -272,7 +273,6 @@ def panic(
 
 def warn_about_cleanup(control: Control) -> None:
     """Warn on stderr about machines and attempts that are not proven to have stopped, and about errors."""
-    from perilune.control.record.transitions import AttemptState
 
     warn_about_machines(control)
     for attempt in control.reconciler.unclean_attempts():

@@ -22,8 +22,10 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from perilune.bundle.machine import observe_machine
 from perilune.errors import WorkFailedError
 from perilune.files import read_json_lines, read_json_or_empty, write_json
+from perilune.metrics.training import STEP_PARTS
 
 if TYPE_CHECKING:
     from perilune.data.episode import Episode
@@ -316,7 +318,6 @@ def measure_overhead() -> Overhead:
     Raises:
         WorkFailedError: when the recipe fails.
     """
-    from perilune.metrics.training import STEP_PARTS
 
     with run_on_sums(RECIPE) as document:
         scorer = _scorer_start_seconds(SECTION)
@@ -371,8 +372,6 @@ def _read_timings(bundle: Path) -> list[dict[str, Any]]:
 
 
 def machine_name() -> str:
-    from perilune.bundle.machine import observe_machine
-
     processor = observe_machine().processor
     return f"{platform.node()}: {processor.model}, {processor.usable_cores:g} cores"
 

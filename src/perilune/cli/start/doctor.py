@@ -14,7 +14,9 @@ import typer
 from perilune.bundle.machine import describe_machine, observe_machine, usable_threads
 from perilune.cli.arguments import Json
 from perilune.cli.output import format_for_terminal, print_json
+from perilune.cli.start.calibration import calibrate_devices, save_calibrations
 from perilune.control.record.home import Home
+from perilune.engine.openvino_package import list_devices
 from perilune.errors import RequestError, WorkFailedError
 from perilune.execution.readiness import (
     Finding,
@@ -23,6 +25,7 @@ from perilune.execution.readiness import (
     check_machine,
     package_versions,
 )
+from perilune.models.native.build import native
 from perilune.plural import plural
 
 if TYPE_CHECKING:
@@ -106,7 +109,6 @@ def calibrate_home(diagnosis: Diagnosis, seconds: float) -> list[Calibration]:
     """Calibrate each device for `seconds`, and save the calibrations, from which `--plan` estimates times."""
     if not seconds or not diagnosis.usable:
         return []
-    from perilune.cli.start.calibration import calibrate_devices, save_calibrations
 
     gpu = ["cuda"] if any(speed.device == "cuda" for speed in diagnosis.rollouts) else []
     devices = [*map(str, sorted({1, usable_threads()})), *gpu]
@@ -176,8 +178,6 @@ def _confinement() -> Finding:
 
 
 def _kernels() -> Finding:
-    from perilune.models.native.build import native
-
     kernels = native()
     if kernels.library is not None:
         return Finding("kernels", "ok", f"compiled for this processor: {kernels.reason}")
@@ -186,8 +186,6 @@ def _kernels() -> Finding:
 
 
 def _openvino() -> Finding:
-    from perilune.engine.openvino_package import list_devices
-
     try:
         return Finding("OpenVINO", "ok", f"devices {', '.join(list_devices())}")
     except RequestError as error:

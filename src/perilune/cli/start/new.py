@@ -12,6 +12,7 @@ from perilune.bundle.job import Preset
 from perilune.cli.arguments import EnvironmentFields
 from perilune.cli.data.environments import environment_section
 from perilune.cli.output import echo
+from perilune.cli.train.plan import derive_plans
 from perilune.data.sources import read_first_row, read_rows
 from perilune.errors import RequestError
 from perilune.recipe.resolve import resolve
@@ -208,6 +209,5 @@ def _render_recipe(name: str, model: str, environment: dict[str, Any], parts: tu
 
 def _check(text: str, path: Path) -> None:
     """Raise the error that `perilune run --plan` would raise."""
-    from perilune.cli.train.plan import derive_plans
 
     derive_plans(resolve(parse_yaml(text, str(path)), path.parent))

@@ -19,7 +19,9 @@ from perilune.cli.arguments import (
     find_checkpoint,
 )
 from perilune.cli.data.environments import environment_section
+from perilune.cli.train.plan import derive_plans, print_plan
 from perilune.cli.train.run import run_stages
+from perilune.recipe.evaluation import make_evaluation_recipe
 
 if TYPE_CHECKING:
     from perilune.control.queries.lookup import StageStatus
@@ -54,9 +56,7 @@ def evaluate(
     perilune eval quickstart/rl --environment reasoning_gym/basic_arithmetic --set prompt=compact
     perilune eval ./my-model --environment calculator --tasks 64 --samples 4 --json
     """
-    from perilune.cli.train.plan import derive_plans, print_plan
     from perilune.control.runs.experiments import Control
-    from perilune.recipe.evaluation import make_evaluation_recipe
 
     fields = {"tasks": tasks, "samples": samples, "max_tokens": max_tokens}
     section = environment_section(environment, settings)
@@ -82,10 +82,8 @@ def run_evaluation(
         PeriluneError: when the environment is wrong, or the evaluation fails.
     """
     from perilune.cli.train.follow import follow
-    from perilune.cli.train.plan import derive_plans
     from perilune.control.queries.lookup import stage_statuses
     from perilune.control.runs.experiments import Control, open_experiment
-    from perilune.recipe.evaluation import make_evaluation_recipe
 
     recipe = make_evaluation_recipe(folder, section, fields, seed, called=called)
     derive_plans(recipe)  # refuses what does not fit the machine

@@ -20,6 +20,7 @@ from perilune.bundle.plugin import file_fields, load_plugin
 from perilune.cli.train.trial import MAX_ROWS, Lengths, Trial, lengths_of_rows
 from perilune.control.record.store import Experiment, Run
 from perilune.control.record.transitions import RunState
+from perilune.data.sources import read_rows
 from perilune.files import read_json, read_json_lines
 from perilune.recipe.schema import MODEL, build_job
 
@@ -80,8 +81,6 @@ def _lengths_of_data(
     if not pairs and stage.task != "sft":
         return None
     for path in file_fields(load_plugin(stage.task).spec, job.spec).values():
-        from perilune.data.sources import read_rows
-
         rows = read_rows(Path(path))
         first = list(islice(rows, MAX_ROWS))
         lengths = lengths_of_rows(first, tokenizer, pairs=pairs)

@@ -11,6 +11,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from perilune.cli.output import as_markup, interval_markup, make_console, make_table
+from perilune.metrics.lineage import find_parent_evaluation
+from perilune.metrics.pass_at_k import pass_at_k
+from perilune.metrics.training import describe_training
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -166,8 +169,6 @@ def _is_evaluation(summary: Mapping[str, Any]) -> bool:
 def parent_change(
     recipe: Recipe, evaluation: Stage, summaries: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    from perilune.metrics.lineage import find_parent_evaluation
-
     checkpoints = {stage.name: stage.consumes.get("checkpoint") for stage in recipe.stages}
     settings = {
         stage.name: {**stage.spec, "environment": stage.environment, "checkpoint": None}
@@ -198,7 +199,6 @@ def paired_change(before: Mapping[str, Any], after: Mapping[str, Any], seed: int
 
 def _pass_rates(summary: Mapping[str, Any], k: int) -> dict[str, float]:
     """Return the estimate of pass@k of each task with at least k scored answers."""
-    from perilune.metrics.pass_at_k import pass_at_k
 
     rows = [row for row in summary["correct_per_task"] if row[1] >= k]
     return {task: right / n if k == 1 else pass_at_k(n, right, k) for task, n, right in rows}
@@ -242,7 +242,6 @@ def _print_estimates(console: Console, stages: Sequence[Mapping[str, Any]]) -> N
 
 def _print_training(console: Console, document: Mapping[str, Any]) -> None:
     """Print the figures of the stages whose checkpoint no stage evaluates."""
-    from perilune.metrics.training import describe_training
 
     evaluated = {evaluation["checkpoint"] for evaluation in document["evaluations"]}
     for stage in document["training"]:

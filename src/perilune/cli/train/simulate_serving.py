@@ -13,6 +13,7 @@ import typer
 from perilune.cli.arguments import Json
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError
+from perilune.simulate.autoscaling import Autoscaling
 
 if TYPE_CHECKING:
     from perilune.simulate.serving import Arrival
@@ -70,7 +71,6 @@ def simulate_serving(
     from perilune.cli.inspect.model_card import config_file
     from perilune.files import read_json
     from perilune.models.card.from_config import model_card
-    from perilune.simulate.autoscaling import Autoscaling
     from perilune.simulate.hardware import ASSUMPTIONS, parse_machines
     from perilune.simulate.serving import serve, summarize_fleet
 

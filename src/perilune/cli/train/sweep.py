@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from perilune.bundle.machine import usable_threads
 from perilune.cli.arguments import Json, RecipeArgument
+from perilune.cli.console import make_stage_progress
+from perilune.cli.inspect.compare import comparison_document, print_comparison, unbiased_command
+from perilune.cli.inspect.run_table import describe_result
 from perilune.cli.output import echo, print_json
 from perilune.cli.train.run import WithOption, estimate_locally, parse_destination, start_module
 from perilune.cli.train.trackers import LAST_SECONDS, Trackers
@@ -171,7 +175,6 @@ def _initial_arms(axes: Sequence[Axis], random: int | None, search: int | None) 
 
 def _choose_template(given: Template | None, slots: int | None, recipe: Recipe) -> Template:
     """Return the given template, or this machine with as many slots as its cores allow."""
-    from perilune.bundle.machine import usable_threads
     from perilune.control.runs.templates import Template
 
     if given is not None:
@@ -285,7 +288,6 @@ def _detach(control: Control, sweep: Sweep, command: Sequence[str], *, as_json: 
 
 class _SweepRun:
     def __init__(self, control: Control, request: SweepRequest, found: Sweep) -> None:
-        from perilune.cli.console import make_stage_progress
         from perilune.control.runs.sweeps import SweepRunner
 
         self.control, self.request, self.sweep = control, request, found
@@ -372,7 +374,6 @@ class _SweepRun:
             time.sleep(POLL_SECONDS)
 
     def _show_arm(self, experiment: str, state: ArmState) -> None:
-        from perilune.cli.inspect.run_table import describe_result
         from perilune.control.runs.experiments import read_progress
 
         label, stage = self.labels[experiment], state.stage
@@ -416,7 +417,6 @@ class _SweepRun:
         return propose_arm(self.request.axes, arms, figures, maximize=not lower_is_better(metric))
 
     def _print_comparison(self, seconds: float, *, as_json: bool) -> None:
-        from perilune.cli.inspect.compare import comparison_document, print_comparison, unbiased_command
         from perilune.control.queries.comparison import compare_experiments
         from perilune.ui.experiment_comparison import build_comparison
 

@@ -15,6 +15,10 @@ from itertools import chain, cycle, islice
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from perilune.data.generators.registry import make_teacher
+from perilune.data.generators.teacher import prepare_teacher, verify_candidates
+from perilune.data.records import TraceRecord
+from perilune.data.sources import Row
 from perilune.environments.core.protocol import Transcript
 from perilune.environments.core.registry import make_environment
 from perilune.environments.core.replay import replay_agent_conversations
@@ -121,10 +125,6 @@ def _measure_traces(
     job: Job, environment: Environment, scorer: Scorer, tokenizer: Tokenizer, clock: Callable[[], float]
 ) -> tuple[Lengths | None, float, list[Game]]:
     """Return the lengths of a teacher's traces, the seconds of each, and the games that they record."""
-    from perilune.data.generators.registry import make_teacher
-    from perilune.data.generators.teacher import prepare_teacher, verify_candidates
-    from perilune.data.records import TraceRecord
-    from perilune.data.sources import Row
     from perilune.tasks.datasets.collect import add_strategy_messages
 
     teacher = make_teacher(job.spec["teacher"], job.spec["strategies"], job.spec["options"])

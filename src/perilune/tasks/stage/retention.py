@@ -10,7 +10,7 @@ from pydantic import Field
 
 from perilune.bundle.workspace import Workspace
 from perilune.frozen import Frozen
-from perilune.metrics.bootstrap import Interval
+from perilune.metrics.bootstrap import Interval, bootstrap_problems
 from perilune.metrics.held_out import LOWER_IS_BETTER, list_evaluations
 from perilune.models.memory import MemoryPlan
 from perilune.plural import plural
@@ -86,7 +86,6 @@ def metric_at(workspace: Workspace, spec: TrainingSpec, step: int) -> Interval |
 
     The mean is over the last `save_every` steps, its interval from resampling them. None without the metric.
     """
-    from perilune.metrics.bootstrap import bootstrap_problems
 
     figure = best_metric(workspace, spec)
     if figure is not None and spec.keep.best is None:

@@ -19,7 +19,7 @@ from perilune.learn.training_settings import (
 from perilune.tasks.forgetting.spec import ForgettingSpec
 from perilune.tasks.stage.defaults import Default, ModelDefaults, is_pretrained
 from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
-from perilune.tasks.stage.memory_plan import StageMemory
+from perilune.tasks.stage.memory_plan import StageMemory, model_config
 from perilune.tasks.stage.new_tokenizer import require_data
 from perilune.tasks.stage.retention import TrainingSpec, describe_retention
 
@@ -94,8 +94,6 @@ def _check_sharding(settings: LearnerSettings, job: Job) -> None:
 
 
 def _has_experts(job: Job) -> bool:
-    from perilune.tasks.stage.memory_plan import model_config
-
     return model_config(job).experts is not None
 
 
