@@ -224,7 +224,12 @@ BAD = {  # (old text, new text): place, parts of the message
         'rewards.short.weight is "much"',
         "valid number",
     ),
-    ("seed: 3", "rewards: {short: text}"): (":2:", 'rewards.short is "text"', "valid number"),
+    ("seed: 3", "rewards: {short: 'a.py:f'}"): (
+        ":2:",
+        'rewards.short is "a.py:f"',
+        "valid number",
+        "try: short: {function: a.py:f}",
+    ),
     ("seed: 3", "resources: {sharded: true}"): (
         ":2:",
         "resources: sharded needs more than one process",

@@ -144,7 +144,7 @@ def _meanings(given: Any) -> list[Any]:
             number = float(word)
             if math.isfinite(number):
                 meanings += [int(number), number] if number.is_integer() else [number]
-        sections = [{key: given} for key in ("name", "preset", "path")]
+        sections = [{key: given} for key in ("name", "preset", "path", "function")]
         return [*meanings, *([word] if word != given else []), [given], *sections]
     if isinstance(given, bool):
         return [{}, str(given).lower()] if given else [0, None, "false"]
