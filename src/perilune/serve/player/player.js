@@ -3,7 +3,7 @@
 
 const byId = (name) => document.getElementById(name);
 let stopped = null; // the controller of the utterance in progress
-let served = null; // what /v1/audio/voices said
+let served = null; // the answer of /v1/audio/voices
 
 function headers() {
   const token = byId("token").value;

@@ -1,10 +1,10 @@
 // The attempts at one task in all steps: its pass rate by step, and a strip of samples for each step.
-const MOST = 60; // strips before the reader asks for more
+const MOST = 60; // strips to show before the reader asks for more
 
 const right = attempts => sum(attempts.map(one => one.members.filter(Episodes.isRight).length));
 const samples = attempts => sum(attempts.map(one => one.members.length));
 
-// Pass rates in a stage that asked the task at several steps.
+// Pass rates of the task in a stage that used it at several steps.
 function curve([stage, attempts], open) {
   return Charts.lines({
     key: `attempts-${stage}`,
@@ -47,7 +47,7 @@ function drawn({ attempts, searched, of }, go) {
   ];
 }
 
-// `gather` tells the attempts to a function, `go` opens one of them.
+// `gather` passes the attempts to a function, and `go` opens one of them.
 function card(gather, go) {
   const body = h("div.stack");
   const ontoggle = () => {

@@ -1,6 +1,6 @@
 // Small SVG charts without dependencies: lines (with intervals, linked crosshairs, log scales), bars
 // (stacked, grouped or mirrored) and rows (dumbbells, forests, waterfalls, time lines).
-const groups = new Map(); // name of a linked x axis -> the charts that share its crosshair
+const groups = new Map(); // name of a linked x axis -> the charts that share a crosshair
 const smoothed = new Set(); // charts that follow the smoothing slider
 let smoothing = 0;
 
@@ -55,7 +55,7 @@ function logTicks(low, high, count) {
   return inside.length > 1 ? inside : niceTicks(low, high, count);
 }
 
-// Ticks of an axis, about `count`; axis.ticks are the ticks themselves, or how many the axis wants.
+// About `count` ticks of an axis. axis.ticks is the list of ticks, or their number.
 function ticksOf(axis, low, high, count, log) {
   if (Array.isArray(axis.ticks)) return axis.ticks;
   const ticks = (log ? logTicks : axis.time ? timeTicks : niceTicks)(low, high, axis.ticks || Math.max(2, Math.round(count)));
@@ -114,7 +114,7 @@ const swatch = ({ color: index, hollow, dash }) =>
   index !== undefined && h(`i.swatch${hollow ? ".hollow" : dash ? ".dashed" : ""}`, { "--swatch": color(index) });
 
 // --- chart figure
-// What every chart has: title, tools, legend with live values, drawing, caption.
+// Parts of every chart: title, tools, legend with current values, drawing, caption.
 // `draw(width)` returns an svg element; it is called again whenever the width changes.
 function framed(spec, draw) {
   const legend = spec.legend || [];
@@ -176,9 +176,9 @@ function frame(root, width, height, xAxis, xDomain, xTicks, yAxis, yDomain, log)
   return { x, y, area };
 }
 
-// Let the pointer and the keyboard read the numbered places of a drawing. `place.index` is the one that is read.
-// at(x, y): the place of a pixel; anchor(index): its x; tip(index): title and rows of the tooltip; start: where arrow
-// keys begin; keys(event): whether it handled another key.
+// Let the pointer and the keyboard select the numbered places of a drawing. `place.index` is the selected place.
+// at(x, y): the place at a pixel; anchor(index): its x; tip(index): title and rows of the tooltip; start: the place
+// where arrow keys begin; keys(event): handles another key and returns whether it did.
 function interact(root, width, { place, count, start = 0, at, show, anchor, tip, keys }) {
   const read = (index, ...pointer) => {
     place.index = index;
@@ -210,7 +210,7 @@ function interact(root, width, { place, count, start = 0, at, show, anchor, tip,
 const titleAt = ({ name }, text) => (name ? `${name} ${text}` : text);
 
 // --- line chart
-// Exponential moving average without the pull towards its start.
+// Exponential moving average, corrected for the bias towards its start.
 function ema(values, weight) {
   let [total, norm] = [0, 0];
   return values.map(value => {
@@ -221,7 +221,7 @@ function ema(values, weight) {
   });
 }
 
-// Path through the points; thousands of points keep the extremes of every pixel column.
+// Path through the points. Of thousands of points, it keeps the extremes of every pixel column.
 function pathOf(xs, ys, x, y, width, log) {
   let path = "";
   let isOpen = false;
@@ -308,7 +308,7 @@ function zoom({ group, x }, range) {
   refresh(group);
 }
 
-// Let the mouse select a range by dragging; the click that ends it picks nothing.
+// Let the mouse select a range by dragging; the click at its end selects no point.
 function brush(root, spec, area, valueAt) {
   let start = null;
   let selection = null;
@@ -341,7 +341,7 @@ function brush(root, spec, area, valueAt) {
   root.addEventListener("dblclick", () => zoom(spec));
 }
 
-// Values beside the points of each x, moved apart so that none covers another.
+// Values beside the points of each x, moved apart so that none overlap.
 function placeLabels(root, labels, area) {
   for (const column of Map.groupBy(labels, one => one.at).values()) {
     column.sort((a, b) => a.y - b.y);
@@ -596,7 +596,7 @@ function bars(spec) {
     });
   }
 
-  // Bars too narrow to be told apart, as one stepped outline a series.
+  // Bars too narrow to distinguish, as one stepped outline per series.
   function stackAreas(root, { x, y: toY }) {
     let base = centers.map(() => 0);
     spec.series.forEach((one, position) => {
@@ -677,11 +677,11 @@ function clip(text, pixels) {
   return `${text.slice(0, end)}…`;
 }
 
-// A chart as the server describes it: its kind, and the names of the formats of its axes.
+// Draw a chart from its kind and the names of its axis formats.
 const figure = ({ kind, x, y = {}, ...spec }) =>
   ({ lines, bars, rows })[kind]({ ...spec, x: { ...AXES[x.as], ...x }, y: { ...AXES[y.as], ...y } });
 
-// Drop the charts of a group, because others take their place.
+// Remove the charts of a group, because other charts replace them.
 function forget(group) {
   for (const chart of groups.get(group) || []) smoothed.delete(chart);
   groups.delete(group);

@@ -20,7 +20,7 @@ function setAxis() {
   for (const { stage } of Data.training) for (const group of ["training", "main"]) Charts.refresh(`${group}-${stage}`);
 }
 
-// Where each step lies on the axis. The server counts; rows that arrived since are added here.
+// The place of each step on the axis. Rows that arrive later are added here.
 function reached({ columns, timings }) {
   const counted = columns[`reached/${axis}`];
   if (axis === "step" || !counted) return columns.step;
@@ -43,7 +43,7 @@ function seriesOf(training, names) {
   return found.map(([key, name, color]) => {
     const column = columns[key];
     if (!key.startsWith("eval/")) return { name, x: reached(training), y: column, color };
-    // Evaluations are rare: their line joins them across the steps between.
+    // Evaluations are rare, so their line also crosses the steps without one.
     const places = [...column.keys()].filter(place => isPresent(column[place]));
     const at = values => values && places.map(place => values[place]);
     const [low, high] = [at(columns[`${key}/low`]), at(columns[`${key}/high`])];
@@ -51,7 +51,7 @@ function seriesOf(training, names) {
   });
 }
 
-// The series of a chart, and whether they never change, so that one number says all.
+// The series of a chart, and whether all their values are equal, so that one number is enough.
 function chosen(training, chart) {
   const series = seriesOf(training, chart.series);
   const isSteady = training.steps_total > 1 && series.every(one => one.y.every(value => value === one.y[0]));
@@ -59,7 +59,7 @@ function chosen(training, chart) {
 }
 const chosenOf = training => training.charts.map(chart => chosen(training, chart)).filter(one => one.series.length);
 
-// A text that changes when a stage needs other charts.
+// A text that changes when a stage needs different charts.
 const shapeOf = training => chosenOf(training).map(({ chart, series, isSteady }) => `${chart.key} ${isSteady} ${series.length}`).join("\n");
 
 function steadyFigure(training, { chart: { key, title, note, y }, series }) {
@@ -187,7 +187,7 @@ function time() {
   );
 }
 
-// Where each attempt ran and what it has cost.
+// The machine and the cost of each attempt.
 function machines() {
   const columns = [
     ["Stage", row => [row.stage, h("small", `attempt ${row.number}`)], "header"],

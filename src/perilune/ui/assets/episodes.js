@@ -1,8 +1,8 @@
 // The browser of episodes: choose a stage and a step, search, filter, sort, and read one episode token by
 // token beside the other samples of its group. Each step's episodes are parsed when first read.
 const index = JSON.parse(document.getElementById("episodes-index").textContent);
-const live = Data.live; // where the page finds episodes that it does not contain, or null
-const PAGE = 60; // rows of the list before the reader asks for more
+const live = Data.live; // URL of the episodes that the page does not contain, or null
+const PAGE = 60; // rows of the list to show before the reader asks for more
 const ofStep = step => ({ label: `step ${step}`, step, name: `step-${String(step).padStart(6, "0")}` });
 for (const stage of index.stages) stage.sets.push(...stage.steps.map(ofStep));
 const parsed = new WeakMap(); // set -> a promise of its episodes, each with its group, set and tokens
@@ -38,13 +38,13 @@ async function fetched(set, stage, episode) {
   return episodes;
 }
 
-// One episode, which may be a row that a search has found.
+// One episode, which may be a row of a search result.
 async function whole(set, stage, id) {
   const find = episodes => episodes.find(one => one.id === id);
   return find(await load(set, stage)) || (live && find(await fetched(set, stage, id)));
 }
 
-// Events from the server, until it has told all. A new stream of a kind ends the one before.
+// Read events from the server until the last one. A new stream of a kind ends the previous one.
 const streams = new Map();
 function listen(kind, path, query, show) {
   streams.get(kind)?.close();
@@ -90,7 +90,7 @@ const REWARDS = {
   wrong: ({ reward }) => reward !== null && reward <= 0,
   failed: episode => episode.failure !== "",
 };
-// Field to sort by, with a minus for falling order.
+// The field to sort by, with a minus for descending order.
 const SORTS = {
   "": "as sampled",
   "-reward": "reward, high first",
@@ -126,7 +126,7 @@ const view = {
   detail: h("div.detail"),
   matrix: h("div.matrix"),
 };
-// The fields that the address remembers and the server's search understands, by their names there.
+// The fields that the address and the server's search contain, by their names there.
 const fields = { q: view.search, reward: view.reward, strategy: view.strategy, finish: view.finish, group: view.group };
 Object.assign(fields, { least: view.least, most: view.most, sort: view.sort });
 view.stepControl = h("label.control", view.step, view.stepLabel);
@@ -148,7 +148,7 @@ function matches(loaded) {
   });
   const key = view.sort.value.replace("-", "");
   const sign = key === view.sort.value ? 1 : -1;
-  const place = episode => sign * (episode[key] ?? sign * Infinity); // what is not known comes last
+  const place = episode => sign * (episode[key] ?? sign * Infinity); // unknown values come last
   return key ? found.sort((a, b) => place(a) - place(b)) : found;
 }
 
@@ -172,10 +172,10 @@ const shortId = id => last(id.split("/"));
 const lastLine = text => last(text.trim().split("\n"));
 const oneLine = text => text.replace(/\s+/g, " ").trim();
 const begin = text => oneLine(text).slice(0, 160) || "(empty)";
-// The beginning of an answer and its end, where the result stands.
+// The beginning of an answer, and its end, which has the result.
 const gist = line => (line.length > 90 ? `${line.slice(0, 40)} … ${line.slice(-45)}` : line || "(empty)");
 
-let turn = 0; // of the latest refresh: an older one that waits for its episodes draws nothing
+let turn = 0; // of the latest refresh; an older one that still waits draws nothing
 async function refresh(keepSelection = false, wanted = null) {
   const mine = (turn += 1);
   const { stage } = state;
@@ -204,7 +204,7 @@ function showFound(found, sets, asked) {
   drawList(`${coverage} are ${live ? "shown" : "in this file"}`);
 }
 
-// Search all steps of a stage on the server, which tells what it has found so far.
+// Search all steps of a stage on the server, which sends results meanwhile.
 function searchRun(stage) {
   const values = Object.entries(fields).map(([name, field]) => [name, field.value.trim()]);
   const query = Object.fromEntries([...values, ["rows", state.shown]].filter(([, value]) => value));
@@ -282,7 +282,7 @@ function choose(episode) {
   view.detail.replaceChildren(...(beside ? [h("div", detail(beside)[0]), h("div", shown)] : shown));
 }
 
-// Keep an episode beside those that are chosen next, or put it away.
+// Keep an episode beside the episodes that are opened next, or remove it.
 function keep(episode) {
   touched = true;
   state.beside = state.beside?.episode === episode ? null : { episode, stage: state.stage.stage };
@@ -290,7 +290,7 @@ function keep(episode) {
 }
 
 // --- link
-let touched = false; // whether the reader has chosen something: the address of an untouched page stays short
+let touched = false; // whether the reader has selected something; otherwise the address stays short
 const placeOf = (stage, label, id) => [stage, label, id].map(encodeURIComponent).join("/");
 const addressOf = (...place) => `#episodes/${placeOf(...place)}`;
 
@@ -308,7 +308,7 @@ function remember(episode) {
   Address.set("#", addressOf(stage.stage, episode.set.label, episode.id) + other);
 }
 
-// Show what the address names: #episodes/STAGE/STEP/EPISODE, and the same of an episode beside it.
+// Show the episode in the address (#episodes/STAGE/STEP/EPISODE), and the one beside it.
 function showAddress() {
   const [name, ...parts] = location.hash.slice(1).split("/").map(decoded);
   const place = name === "episodes" ? (stageOf(parts[0])?.sets.findIndex(set => set.label === parts[1]) ?? -1) : -1;
@@ -485,7 +485,7 @@ function setPlace(place, episode = null) {
   refresh(false, episode);
 }
 
-// Show a place that the reader chose.
+// Show a place that the reader selected.
 function browse(stage, place) {
   if (place !== undefined) view.all.checked = false;
   view.all.dispatchEvent(new Event("input"));
@@ -493,14 +493,14 @@ function browse(stage, place) {
   setStage(stage, place);
 }
 
-// Show the step that is nearest to this one, as a place to come back from.
+// Show the nearest step, and make it possible to go back.
 function open(name, step) {
   const { sets } = stageOf(name);
   const far = sets.map(set => Math.abs(set.step - step));
   location.hash = addressOf(name, sets[far.indexOf(Math.min(...far))].label);
 }
 
-// Tell the attempts at a task in all stages: those in this file, or those that the server finds.
+// Pass on the attempts at a task in all stages, from this file or from the server.
 async function attemptsAt(task, show) {
   if (live) {
     let [known, before] = [[], 0];

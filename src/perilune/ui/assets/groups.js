@@ -1,5 +1,5 @@
 // The matrix of groups: one strip for each group, one cell for each sample, colored by its reward.
-const MOST = 96; // strips before the reader asks for more
+const MOST = 96; // strips to show before the reader asks for more
 
 const rewards = group => group.members.map(one => one.reward).filter(one => one !== null);
 const mean = group => sum(rewards(group)) / (rewards(group).length || 1);
@@ -35,7 +35,7 @@ const strip = (group, ...given) =>
     h("span.mean", rewards(group).length ? Format.number(mean(group), 2) : "–"),
   );
 
-// The matrix of the groups of these episodes; nothing for episodes that have no siblings.
+// The matrix of the groups of these episodes; nothing if no group has several episodes.
 function matrix(episodes, pick) {
   const groups = [...new Set(episodes.map(one => one.group))].filter(group => group.members.length > 1);
   if (groups.length < 2) return [];
@@ -61,7 +61,7 @@ function matrix(episodes, pick) {
   return [h("div.chart-head", title, h("span.muted", dead), h("label.control.last", "Order", select)), body, more];
 }
 
-// Mark the cell of the episode that is read.
+// Mark the cell of the open episode.
 function mark(holder, episode) {
   for (const cell of holder.querySelectorAll(".cell")) cell.ariaCurrent = cell.episode === episode ? "true" : null;
 }

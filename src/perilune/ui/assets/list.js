@@ -25,7 +25,7 @@ function spark({ step, value }) {
 const date = seconds =>
   new Date(1000 * seconds).toLocaleString(undefined, { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" });
 
-// The last figure of an experiment, and where it is from.
+// The last figure of an experiment, and its source.
 function figure({ stages }) {
   const judged = stages.findLast(stage => stage["pass@1"]);
   if (judged) {

@@ -41,9 +41,9 @@ source.addEventListener("status", event => {
 });
 source.addEventListener("changed", () => location.reload());
 
-// The rest of the page is read again, seldom enough that it costs the machine little.
+// The rest of the page is read again at intervals that cost the machine little.
 const SOON = 15_000; // milliseconds
-const SELDOM = 60; // times as long as reading takes
+const SELDOM = 60; // times the duration of one reading
 let next = performance.now() + SOON;
 async function readAgain() {
   const began = performance.now();

@@ -1,5 +1,5 @@
 // Shared functions of the scripts: creating elements, formatting numbers, building sections.
-// Data reaches the page as text nodes and numbers only: nothing here parses HTML.
+// Data becomes text nodes and numbers only: no function here parses HTML.
 "use strict";
 
 // Create an element: h("p.lead", { title: "…" }, "text", child, …). Properties that begin with -- go to its style.
@@ -31,7 +31,7 @@ const clamp = (low, value, high) => Math.max(low, Math.min(high, value));
 const spaced = name => name.replaceAll("_", " ");
 const words = input => input.value.toLowerCase().split(/\s+/).filter(Boolean);
 
-// Let a format say "–" for a value that is not known.
+// Let a format print "–" for an unknown value.
 const known = format => (value, ...more) => (isNothing(value) || Number.isNaN(value) ? "–" : format(value, ...more));
 
 const Format = {
@@ -45,7 +45,7 @@ const Format = {
     return size >= 1000 ? Format.integer(value) : minus(String(Number(value.toPrecision(digits))));
   }),
   integer: known(value => minus(Math.round(value).toLocaleString("en-US"))),
-  // With its sign, which 0 has not.
+  // With its sign, except for 0.
   signed: value => (value === 0 ? "0" : `${value > 0 ? "+" : "−"}${Format.number(Math.abs(value), 3)}`),
   capital: text => text.charAt(0).toUpperCase() + text.slice(1),
   percent: known(value => minus(`${(100 * value).toFixed(1)}%`)),
@@ -200,12 +200,12 @@ const Page = (() => {
   return { section, part, table, chip, plain, select, moveFocus, messages, copyable, definitions, finish };
 })();
 
-// What the reader has set is in the query of the address: a copy of the address shows the same view, and so does
-// going back. "#" is the name of the fragment.
+// The query of the address contains the settings of the reader. So a copy of the address, and going back, show the
+// same view. "#" is the name of the fragment.
 const Address = (() => {
   const PAUSE = 150; // milliseconds between two writes: browsers refuse more than 200 in 30 seconds
   const restorers = [];
-  const changes = new Map(); // that are not written yet
+  const changes = new Map(); // changes that are not in the address yet
   let [written, timer, place] = [-PAUSE, 0, ""];
 
   const get = name => changes.get(name) ?? new URLSearchParams(location.search).get(name) ?? "";

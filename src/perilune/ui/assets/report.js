@@ -23,7 +23,7 @@ const facts = () =>
   h("dl.facts", Data.facts.map(([name, value, more]) => h("div", h("dt", name), h("dd", value, more && h("small", more)))));
 
 function notices() {
-  const told = Data.notices.filter(notice => !(Data.live && notice.kind === "active")); // the bars tell it
+  const told = Data.notices.filter(notice => !(Data.live && notice.kind === "active")); // the progress bars show it
   return told.map(({ kind, title, text, log }) =>
     h(`div.notice.${kind}`, { role: "note" }, h("b", title), text && ` ${text}`, log && h("pre", { tabindex: 0 }, log)),
   );

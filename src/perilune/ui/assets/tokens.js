@@ -1,4 +1,4 @@
-// An answer token by token, colored by what is known of each token.
+// An answer token by token, colored by a value of each token.
 const VISIBLE = { "\n": "⏎\n", "\t": "⇥\t", "": "·" };
 
 const isMasked = (episode, place) => Boolean(episode.masked?.[place]);
@@ -29,8 +29,8 @@ const signed = (value, most) => [value < 0 ? "var(--c2)" : "var(--c3)", (0.6 * M
 const versioned = version => [`var(--c${(Math.max(0, version) % 8) + 1})`, 0.35];
 const largest = values => Math.max(...values.map(value => Math.abs(value || 0)));
 
-// Ways to color: [color, depth from 0 to 1] of a token, for the episodes that have what it shows; and the samples
-// of its key: [text, color, depth].
+// The ways to color tokens: the episodes that have the values, [color, depth from 0 to 1] of a token, and
+// the entries of its legend: [text, color, depth].
 const MODES = {
   probability: {
     has: () => true,
@@ -108,7 +108,7 @@ function tokenOf([text, special], masked) {
   return h(`span.token${special ? ".special" : ""}${masked ? ".masked" : ""}`, content);
 }
 
-// The answer as elements, with the key of its colors.
+// The answer as elements, with the legend of its colors.
 function view(episode) {
   if (!episode.tokens) return asText(episode);
   const pieces = episode.tokens.map(token => (typeof token === "string" ? [token, 0] : episode.vocabulary[token]));

@@ -1,4 +1,4 @@
-// The line at the top: is the experiment healthy, why not, since when, and what to do. And how far it is.
+// The line at the top: health of the experiment, cause, remedy and progress.
 const GRAVITY = ["broken", "watch", "healthy"];
 
 const since = finding => (finding.since === null ? "" : `, since step ${Format.integer(finding.since)}`);
@@ -36,9 +36,9 @@ function panel() {
 }
 
 const PARTS = ["sampling", "scoring", "learning", "other", "evaluation"];
-const RECENT = 30; // steps that tell how long the others will take
+const RECENT = 30; // steps from which the remaining time is estimated
 
-// Seconds that the rest of a stage takes at the pace of its latest steps; null if that is not known.
+// Seconds that the rest of a stage takes at the speed of its latest steps; null if unknown.
 function left(one) {
   const timings = Data.training.find(found => found.stage === one.stage)?.timings;
   const count = Math.min(RECENT, timings?.step?.length || 0);
