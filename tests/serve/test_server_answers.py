@@ -22,8 +22,9 @@ from perilune.bundle.plugin import load_plugin
 from perilune.bundle.workspace import Workspace
 from perilune.engine.engine import Engine
 from perilune.engine.remote import RemoteEngine
-from perilune.engine.request import Prompt, SamplingParams
+from perilune.engine.request import Delta, Prompt, SamplingParams
 from perilune.errors import RequestError
+from perilune.serve.answers import CompletionAnswer, TokenFormatter
 
 SLOTS = 32
 
@@ -178,6 +179,30 @@ def test_stream_matches_engine_samples(client: openai.OpenAI, direct: Direct) ->
     assert usage is not None and usage.completion_tokens == sum(len(sample.token_ids) for sample in expected)
 
 
+def test_streamed_usage_is_null_before_the_last_event(server: Served) -> None:
+    body = {"model": "tiny", "prompt": "abc", "max_tokens": 40, "ignore_eos": True, "stream": True}
+    for options in ({"include_usage": True}, None):
+        with server.http() as http:
+            text = http.post("/v1/completions", json=body | {"stream_options": options}).text
+        events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        *earlier, last = [event.get("usage", "absent") for event in events]
+        assert set(earlier) <= {None if options else "absent"}
+        assert last == "absent" if options is None else last["total_tokens"] == 43
+
+
+def test_text_offsets_count_whole_characters() -> None:
+    """Tokens of one character begin where it begins, also if an event of a stream ends between them."""
+    parts = [b"a", b"\xf0\x9f", b"\x98", b"\x80", b"b", None, "é".encode()]
+    formatter = TokenFormatter(lambda token: f"<{token}>", parts)
+    answer = CompletionAnswer("tiny", formatter, chat=False, logprobs=True, include_ids=False)
+    offsets = []
+    for tokens in ([0, 1], [2], [3, 4, 5], [6, 0]):
+        delta = Delta(0, 0, tokens, [0.0] * len(tokens), [0] * len(tokens))
+        event = json.loads(answer.delta_event(0, delta).removeprefix(b"data: "))
+        offsets += event["choices"][0]["logprobs"]["text_offset"]
+    assert offsets == [0, 1, 1, 1, 2, 3, 3, 4]
+
+
 def test_stop_string_ends_text_before_the_match(client: openai.OpenAI, direct: Direct) -> None:
     (free,) = direct.sample("abc", 1, max_tokens=40)
     text = direct.text(free)
@@ -317,6 +342,8 @@ def test_invalid_requests_get_specific_errors(
     error = answer.json()["error"]
     assert answer.status_code == status, error
     assert told in error["message"]
+    if told.endswith(("is not supported", "needs stream: true")):
+        assert error["param"] == told.split(maxsplit=1)[0]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
 

@@ -1,13 +1,13 @@
 """The JSON responses of chat and text completions, whole and as events of a stream."""
 
+import codecs
 import json
 import time
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
 from typing import Any
 
 from perilune.data.tool_calls import ToolCall
@@ -46,6 +46,13 @@ class Usage:
         }
 
 
+class _Place:
+    """A place in a text whose last character may be incomplete: the number of whole characters before it."""
+
+    def __init__(self) -> None:
+        self.offset, self.decoder = 0, codecs.getincrementaldecoder("utf-8")("replace")
+
+
 class TokenFormatter:
     """Formats log-probs of tokens with the text and bytes of each token.
 
@@ -70,9 +77,16 @@ class TokenFormatter:
     def _format_token(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self.text(token), "logprob": logprob, "bytes": self.bytes(token)}
 
-    def width(self, token: int) -> int:
-        """Return the number of characters that `token` adds to the text; 0 for a control token."""
-        return len(self.text(token)) if self.bytes(token) is not None else 0
+    def offsets(self, tokens: Sequence[int], place: _Place) -> list[int]:
+        """Return the character of the text at which each token begins, and move `place` behind the last one.
+
+        The tokens of one character begin at the same place. A control token adds nothing.
+        """
+        offsets = []
+        for token in tokens:
+            offsets.append(place.offset)
+            place.offset += len(place.decoder.decode(bytes(self.bytes(token) or ())))
+        return offsets
 
     def bytes(self, token: int) -> list[int] | None:
         """Return the bytes of `token`, which may be part of a character; None for control tokens."""
@@ -118,7 +132,7 @@ class CompletionAnswer:
         self._calls: Counter[int] = Counter()  # of each choice so far
         self._formatter, self._chat = token_formatter, chat
         self._logprobs, self._include_ids = logprobs, include_ids
-        self._offsets: dict[int, int] = {}  # characters of each choice so far
+        self._places: defaultdict[int, _Place] = defaultdict(_Place)  # the end of each choice so far
         self._kind, self._piece_kind = (
             ("chat.completion", "chat.completion.chunk") if chat else ("text_completion",) * 2
         )
@@ -154,7 +168,7 @@ class CompletionAnswer:
         choice["text"] = prompt.text + choice["text"]
         if (after := choice["logprobs"]) is None:
             return
-        before = self._text_logprobs(prompt, 0)
+        before = self._text_logprobs(prompt, _Place())
         before["token_logprobs"] = [None, *before["token_logprobs"][1:]]  # nothing predicts the first token
         after["text_offset"] = [len(prompt.text) + offset for offset in after["text_offset"]]
         if after["top_logprobs"] is not None:
@@ -220,6 +234,8 @@ class CompletionAnswer:
         return encode_event(error_document(http_status(error), error.what))
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        if self.include_usage:  # null in all events but the last
+            more = {"usage": None, **more}
         return encode_event({"object": self._piece_kind, **self._header, "choices": choices, **more})
 
     def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
@@ -235,14 +251,10 @@ class CompletionAnswer:
     def _logprob_document(self, index: int, delta: Delta) -> dict[str, Any]:
         if self._chat:
             return {"content": self._formatter.format_logprobs(delta), "refusal": None}
-        begin = self._offsets.get(index, 0)
-        self._offsets[index] = begin + sum(map(self._formatter.width, delta.token_ids))
-        return self._text_logprobs(delta, begin)
+        return self._text_logprobs(delta, self._places[index])
 
-    def _text_logprobs(self, delta: Delta, begin: int) -> dict[str, Any]:
-        """Return the log-probs of tokens whose text begins at the character `begin`."""
-        tokens = [self._formatter.text(token) for token in delta.token_ids]
-        widths = map(self._formatter.width, delta.token_ids[:-1])
+    def _text_logprobs(self, delta: Delta, place: _Place) -> dict[str, Any]:
+        """Return the log-probs of tokens whose text begins at `place`, which moves behind them."""
         top = None
         if delta.top_logprobs:
             drawn = zip(delta.token_ids, delta.logprobs, strict=True)
@@ -250,10 +262,10 @@ class CompletionAnswer:
             text = self._formatter.text
             top = [{text(token): logprob for token, logprob in (*row, sampled)} for row, sampled in rows]
         return {
-            "tokens": tokens,
+            "tokens": [self._formatter.text(token) for token in delta.token_ids],
             "token_logprobs": delta.logprobs,
             "top_logprobs": top,
-            "text_offset": list(accumulate(widths, initial=begin)) if tokens else [],
+            "text_offset": self._formatter.offsets(delta.token_ids, place),
         }
 
 

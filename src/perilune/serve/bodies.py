@@ -65,10 +65,10 @@ def validate_body(document: Any, kind: type[BodyT]) -> BodyT:
     if first["type"] == "extra_forbidden":
         path.append(message)
         message = _unknown_argument(".".join(path))
-    field = shorten(".".join(path))
+    field = shorten(".".join(path)) or next((key for key in document if message.startswith(f"{key} ")), "")
     if first["type"] == "missing":
         message = f"{field} is missing"
-    elif field and first["type"] != "extra_forbidden":
+    elif path and first["type"] != "extra_forbidden":
         message = f"{field}: {message}"
     raise ApiError(400, message, param=field or None)
 
