@@ -309,7 +309,7 @@ static void route_part(void *argument, int64_t rank, struct team *team)
 }
 
 /* Compute weights[rows][per_token] and the chosen experts from the router's logits[rows][experts], and overwrite the
- * logits. If `given` is not null, its experts replace the choice, except in rows that contain -1. */
+ * logits. If `given` is not null, its experts replace the choice, except in rows of -1. */
 void perilune_route(
     float *logits, int64_t rows, int64_t experts, int64_t per_token, int64_t normalized, const int64_t *given,
     float *weights, int64_t *chosen, int64_t threads)
