@@ -168,6 +168,7 @@ def test_invalid_keys_and_options_are_refused(perilune: Command, recipe: str, co
             "--random and --search exclude each other",
         ),
         (("--seeds", "x"), "neither a number of seeds"),
+        (("--metric", "after.pass@1"), "no stage is called 'after'"),
         (("--template", "local", "--slots", "2"), "--slots applies to this machine only"),
     ):
         code, _, err = perilune("sweep", recipe, *arguments)

@@ -125,6 +125,7 @@ def sweep(
     perilune sweep words.yaml --set rl.lr=1e-6..1e-4 --search 20 --metric after_rl.pass@1
     """
     from perilune.cli.train.plan import derive_plans
+    from perilune.control.queries.comparison import check_metric
     from perilune.control.runs.experiments import Control
     from perilune.control.runs.sweeps import open_sweep
     from perilune.recipe.axes import parse_axis, parse_seeds
@@ -133,6 +134,8 @@ def sweep(
     axes = tuple(parse_axis(option) for option in set_ or ())
     arms = _initial_arms(axes, random, search)
     first = load_recipe(recipe, arms[0])
+    if metric is not None:
+        check_metric(metric, (stage.name for stage in first.stages))
     target, selection = parse_destination(template, with_ or ())
     options = {"set": set_, "seeds": seeds, "random": random, "search": search, "metric": metric}
     request = SweepRequest(

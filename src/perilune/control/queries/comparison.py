@@ -152,16 +152,25 @@ def compare_experiments(
     documents = {key: _read_recipe(control.home.experiment(key) / "recipe.json") for key in ids}
     stages = group_stage_statuses(control, ids)
     metric = metric or next((item.metric for item in sweeps if item.metric), None) or _default_metric(stages)
-    known = dict.fromkeys(status.name for statuses in stages.values() for status in statuses)
-    if (stage := metric.partition(".")[0]) not in known:
-        remedy = f"STAGE.METRIC with one of the stages {', '.join(known)}"
-        raise RequestError(f"no stage is called '{stage}'", where=f"--metric {metric}", remedy=remedy)
+    check_metric(metric, (status.name for statuses in stages.values() for status in statuses))
     arms = _keep_differing_settings(_group_arms(documents, stages, metric))
     if not 0 <= baseline < len(arms):
         raise RequestError(f"there are only {len(arms)} arms", where=f"--baseline {baseline + 1}")
     names = [sweep.name for sweep in sweeps] or dict.fromkeys(recipe["name"] for recipe in documents.values())
     arms = _add_differences(arms, baseline)
     return Comparison(", ".join(names), metric, tuple(arms[0].settings), tuple(arms), baseline)
+
+
+def check_metric(metric: str, stages: Iterable[str]) -> None:
+    """Check that a metric, "stage.figure", is of one of the stages.
+
+    Raises:
+        RequestError: when there is no such stage.
+    """
+    known = dict.fromkeys(stages)
+    if (stage := metric.partition(".")[0]) not in known:
+        remedy = f"STAGE.METRIC with one of the stages {', '.join(known)}"
+        raise RequestError(f"no stage is called '{stage}'", where=f"--metric {metric}", remedy=remedy)
 
 
 def final_figures(
