@@ -4,8 +4,10 @@ import errno
 import json
 import os
 import re
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -150,6 +152,15 @@ def test_full_disk_behind_stdout_is_reported() -> None:
     assert done.returncode == 2
     assert "the disk is full" in done.stderr
     assert "Exception ignored" not in done.stderr
+
+
+def test_full_disk_under_an_index_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    with closing(sqlite3.connect(":memory:")) as index:
+        index.execute("PRAGMA max_page_count = 1")
+        with pytest.raises(sqlite3.OperationalError) as caught:
+            index.execute("CREATE TABLE digests (digest BLOB)")
+    assert report_failure(caught.value, debug=False) == 2
+    assert "cannot continue: the disk is full" in capsys.readouterr().err
 
 
 def test_command_runs_with_closed_standard_streams(tmp_path: Path) -> None:

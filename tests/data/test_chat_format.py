@@ -1,5 +1,6 @@
 """Chat formats: round trips preserve messages, and errors name content that a record cannot hold."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -265,6 +266,18 @@ def test_convert_refuses_folder_as_output(tmp_path, monkeypatch):
             convert_files([tmp_path / "a.jsonl"], "openai", out)
     with pytest.raises(IsADirectoryError):
         write_json_lines(Path(), [])
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_convert_files_leaves_nothing_behind_when_it_fails(tmp_path, monkeypatch):
+    write_records(tmp_path / "a.jsonl", RECORDS)
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="full"):
+        convert_files([tmp_path / "a.jsonl"], "openai", tmp_path / "b.jsonl")
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 

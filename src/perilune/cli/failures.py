@@ -42,6 +42,8 @@ def _explain(error: BaseException, *, debug: bool) -> PeriluneError:
     """Return an exception as the user's error."""
     if isinstance(error, KeyboardInterrupt):
         return RequestError("interrupted")
+    if getattr(error, "sqlite_errorname", "") == "SQLITE_FULL":
+        error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
         error = _storage_error(error)
     if "pydantic" in sys.modules:

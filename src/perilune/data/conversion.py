@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -55,7 +56,10 @@ def convert_files(
     out.parent.mkdir(parents=True, exist_ok=True)
     counts: Counter[str] = Counter()
     partial = {path: path.with_name(path.name + ".partial") for path in (out, rejects)}
-    with partial[out].open("wb") as kept, partial[rejects].open("wb") as rejected:
+    with ExitStack() as stack:
+        for path in partial.values():
+            stack.callback(path.unlink, missing_ok=True)
+        kept, rejected = (stack.enter_context(partial[path].open("wb")) for path in (out, rejects))
         for path in files:
             for number, _, raw, problem in read_lines(path):
                 record, reason = (None, problem) if problem else _read_row(raw, defaults)
@@ -70,8 +74,8 @@ def convert_files(
         for output in (kept, rejected):
             output.flush()
             os.fsync(output.fileno())
-    for path in (rejects, out):
-        partial[path].replace(path)
+        for path in (rejects, out):
+            partial[path].replace(path)
     fsync_directory(out.parent)
     written = counts.pop("written", 0)
     reasons = dict(sorted(counts.items()))
