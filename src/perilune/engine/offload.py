@@ -95,6 +95,7 @@ class OffloadStore:
     Attributes:
         compute_seconds: seconds to compute a token of a prompt; 0 until measured.
         load_seconds: seconds to load a byte.
+        memory_bytes, disk_bytes: bytes in memory and on disk.
         disk_failure: the error after which the disk is no longer written; "" before.
     """
 
@@ -102,7 +103,7 @@ class OffloadStore:
         self.settings, self._contents = settings, contents
         self._stored: dict[Key, _StoredBlock] = {}  # in memory and on disk, the least recently used first
         self._in_memory: dict[Key, None] = {}
-        self._memory = self._disk = 0
+        self.memory_bytes = self.disk_bytes = 0
         self._file = tempfile.TemporaryFile(dir=settings.folder) if settings.disk else None  # noqa: SIM115
         self._free_offsets: dict[int, list[int]] = {}  # by size
         self._file_end = 0
@@ -124,7 +125,7 @@ class OffloadStore:
         """Empty the store, because the weights have changed."""
         for kept in (self._stored, self._in_memory, self._free_offsets):
             kept.clear()
-        self._memory = self._disk = self._file_end = 0
+        self.memory_bytes = self.disk_bytes = self._file_end = 0
 
     def save(self, index: int, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
         """Store blocks of pool `index`, sorted from the least to the most likely to be needed again."""
@@ -142,9 +143,9 @@ class OffloadStore:
             # A copy, so that no block keeps the memory of the others.
             self._stored[key] = _StoredBlock(zlib.crc32(row.data), row.nbytes, row.copy())
             self._in_memory[key] = None
-            self._memory += row.nbytes
+            self.memory_bytes += row.nbytes
             self.counters.stored += 1
-        while self._memory > self.settings.memory:
+        while self.memory_bytes > self.settings.memory:
             self._move_to_disk(next(iter(self._in_memory)))
 
     def read(self, index: int, digests: Sequence[bytes]) -> list[Bytes] | None:
@@ -187,16 +188,6 @@ class OffloadStore:
             return
         rate = seconds / tokens
         self.compute_seconds += (_EMA_WEIGHT if self.compute_seconds else 1.0) * (rate - self.compute_seconds)
-
-    @property
-    def memory_bytes(self) -> int:
-        """Number of bytes in memory."""
-        return self._memory
-
-    @property
-    def disk_bytes(self) -> int:
-        """Number of bytes on disk."""
-        return self._disk
 
     def _mark_used(self, key: Key) -> None:
         self._stored[key] = self._stored.pop(key)
@@ -245,8 +236,8 @@ class OffloadStore:
             return
         del self._in_memory[key]
         stored.content, stored.offset = None, offset
-        self._memory -= stored.size
-        self._disk += stored.size
+        self.memory_bytes -= stored.size
+        self.disk_bytes += stored.size
 
     def _allocate_offset(self, size: int) -> int | None:
         """Return the offset at which a block of `size` bytes can be written, or None."""
@@ -268,7 +259,7 @@ class OffloadStore:
         stored = self._stored.pop(key)
         if stored.content is not None:
             del self._in_memory[key]
-            self._memory -= stored.size
+            self.memory_bytes -= stored.size
         else:
-            self._disk -= stored.size
+            self.disk_bytes -= stored.size
             self._free_offsets.setdefault(stored.size, []).append(stored.offset)

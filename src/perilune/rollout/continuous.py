@@ -182,11 +182,8 @@ class ContinuousRollouts:
     @property
     def is_idle(self) -> bool:
         """True if nothing can happen until new weights or a new group arrive."""
-        waiting = sum(group.finished_count + self._count_paused(group) for group in self._groups.values())
+        waiting = len(self._paused) + sum(group.finished_count for group in self._groups.values())
         return waiting == self._samples * len(self._groups) and self._events.empty()
-
-    def _count_paused(self, group: Group) -> int:
-        return sum(turn.group is group for turn in self._paused)
 
     def advance(self) -> None:
         """Handle all events, then sample one step. Waits for an event when there is nothing to sample."""
@@ -207,10 +204,13 @@ class ContinuousRollouts:
         self._begin_groups()
 
     def _begin_groups(self) -> None:
-        """Open the sessions of the next groups. A group's sampling begins when all its sessions are open."""
+        """Open the sessions of the next groups. A group's sampling begins when all its sessions are open.
+
+        Groups with single turns, or with scheduled versions, do not wait for room in the cache.
+        """
         while self._waiting:
             group = self._waiting[0]
-            if self._needs_cache_room(group):
+            if group.version_runs is None and self._worker.is_multi_turn(group.task):
                 max_tokens = self._samples * self._worker.max_episode_tokens(group.task, self._params)
                 if not self._room.has_room(max_tokens):
                     return
@@ -219,10 +219,6 @@ class ContinuousRollouts:
             for sample in range(self._samples):
                 thread = min(self._threads, key=lambda thread: thread.sessions)
                 thread.open(group, sample, partial(self._on_session_open, group))
-
-    def _needs_cache_room(self, group: Group) -> bool:
-        """Return whether the group waits for cache room; single turns and scheduled groups don't."""
-        return group.version_runs is None and self._worker.is_multi_turn(group.task)
 
     def update_weights(self, state: Mapping[str, Tensor] | None, version: int) -> None:
         """Load `state`, or the decoder's current weights, and resume the turns that waited for them."""
@@ -415,7 +411,7 @@ class _EnvironmentThread:
             try:
                 self._process(work)
             except Exception as error:
-                self._post(_raise_event(error))
+                self._post(partial(raise_error, error))
 
     def _process(self, work: Sequence[_Step | Event]) -> None:
         answers = [item for item in work if isinstance(item, _Step) and not item.rollout.session.is_held]
@@ -446,8 +442,5 @@ class _Step:
     done: Event
 
 
-def _raise_event(error: Exception) -> Event:
-    def event() -> Any:
-        raise error
-
-    return event
+def raise_error(error: Exception) -> None:
+    raise error

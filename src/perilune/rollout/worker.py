@@ -307,11 +307,8 @@ class RolloutWorker:
 
     def add_stop_texts(self, params: SamplingParams, task: Task) -> SamplingParams:
         """Return the parameters with the stop texts of the task's environment."""
-        stop = self._stop_texts(task)
+        stop = getattr(find_part(self.environment, task), "stop_texts", ())
         return replace(params, stop=(*params.stop, *stop)) if stop else params
-
-    def _stop_texts(self, task: Task) -> tuple[str, ...]:
-        return tuple(getattr(find_part(self.environment, task), "stop_texts", ()))
 
     def is_multi_turn(self, task: Task) -> bool:
         """Return whether an episode of the task may have several turns."""

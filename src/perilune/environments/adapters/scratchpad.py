@@ -63,16 +63,13 @@ def count_carries(a: int, b: int) -> int:
 def _sum_steps(numbers: tuple[int, ...], width: int) -> Iterator[Step]:
     total = numbers[0]
     for number in numbers[1:]:
-        yield _signed_add(total, number, width)
+        smaller, larger = sorted((abs(total), abs(number)))
+        if (total < 0) == (number < 0):
+            columns, _ = _add(abs(total), abs(number), width)
+        else:
+            columns = _subtract(larger, smaller, width)
         total += number
-
-
-def _signed_add(a: int, b: int, width: int) -> Step:
-    if (a < 0) == (b < 0):
-        columns, _ = _add(abs(a), abs(b), width)
-    else:
-        columns = _subtract(max(abs(a), abs(b)), min(abs(a), abs(b)), width)
-    return columns, a + b
+        yield columns, total
 
 
 def _product_steps(numbers: tuple[int, ...]) -> Iterator[Step]:

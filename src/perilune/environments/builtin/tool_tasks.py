@@ -78,7 +78,7 @@ def column(draw: random.Random) -> ToolTask:
     total = sum(int(amount) for name, _, amount in rows if name == region and amount)
     return ToolTask(
         question=f"{_SALES} and count for nothing. Answer with the total amount of the region {region}.",
-        files={"sales.csv": _write_csv([("region", "item", "amount"), *rows])},
+        files=_sales_file(rows),
         solution="import csv\n"
         "rows = csv.DictReader(open('sales.csv'))\n"
         f"print(sum(int(row['amount'] or 0) for row in rows if row['region'] == {region!r}))",
@@ -98,7 +98,7 @@ def best(draw: random.Random) -> ToolTask:
             break
     return ToolTask(
         question=f"{_SALES} and count for nothing. Answer with the region whose total amount is largest.",
-        files={"sales.csv": _write_csv([("region", "item", "amount"), *rows])},
+        files=_sales_file(rows),
         solution="import csv, collections\n"
         "totals = collections.Counter()\n"
         "for row in csv.DictReader(open('sales.csv')):\n"
@@ -119,7 +119,7 @@ def clean(draw: random.Random) -> ToolTask:
     return ToolTask(
         question=f"{_SALES}. Write out.csv with the columns item, amount (a header first): the rows with an"
         f" amount of at least {minimum}, the largest amount first, equal ones by item{_DONE_SENTENCE}",
-        files={"sales.csv": _write_csv([("region", "item", "amount"), *rows])},
+        files=_sales_file(rows),
         solution="import csv\n"
         "rows = [row for row in csv.DictReader(open('sales.csv')) if row['amount']]\n"
         f"rows = [row for row in rows if int(row['amount']) >= {minimum}]\n"
@@ -270,5 +270,5 @@ def _draw_sales(draw: random.Random) -> list[tuple[str, str, str]]:
     ]
 
 
-def _write_csv(rows: Sequence[Sequence[str]]) -> str:
-    return "".join(",".join(row) + "\n" for row in rows)
+def _sales_file(rows: Sequence[Sequence[str]]) -> dict[str, str]:
+    return {"sales.csv": "".join(",".join(row) + "\n" for row in [("region", "item", "amount"), *rows])}

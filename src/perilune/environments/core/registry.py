@@ -230,7 +230,7 @@ def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Enviro
     shared = (REWARDS, EPISODES_KEY, prompting.PROMPTING_KEY, managed_context.CONTEXT_KEY)
     excluded = (*shared, *(("id", SOURCE) if is_file_reference(spec.get("id")) else ()))
     fields = {name: value for name, value in spec.items() if name not in excluded}
-    settings = _parse_shared_section(EpisodeSettings, EPISODES_KEY, spec.get(EPISODES_KEY) or {})
+    settings = _parse_shared_section(EpisodeSettings, EPISODES_KEY, spec)
     try:
         validated = model.model_validate(fields) if model else fields
         parts = part_sections(spec)
@@ -263,16 +263,12 @@ def _apply_sections(environment: Environment, spec: Mapping[str, Any]) -> Enviro
     """Apply the sections that every environment accepts. Parts have their own rewards and prompting."""
     has_parts = bool(part_sections(spec))
     if spec.get(prompting.PROMPTING_KEY) and not has_parts:
-        prompting_settings = _parse_shared_section(
-            PromptingSettings, prompting.PROMPTING_KEY, spec[prompting.PROMPTING_KEY]
-        )
+        prompting_settings = _parse_shared_section(PromptingSettings, prompting.PROMPTING_KEY, spec)
         environment = PromptedEnvironment(environment, prompting_settings)
     if spec.get(managed_context.CONTEXT_KEY):
         if spec.get("id") == MIXTURE:
             raise RequestError("belongs to a part", where="environment.context", remedy="set it in each part")
-        context_settings = _parse_shared_section(
-            ContextSettings, managed_context.CONTEXT_KEY, spec[managed_context.CONTEXT_KEY]
-        )
+        context_settings = _parse_shared_section(ContextSettings, managed_context.CONTEXT_KEY, spec)
         environment = ManagedContext(environment, context_settings)
     if spec.get(REWARDS) and not has_parts:
         return WeightedRewards(environment, spec[REWARDS])
@@ -320,10 +316,10 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
-def _parse_shared_section(model: type[Settings], key: str, section: Any) -> Settings:
+def _parse_shared_section(model: type[Settings], key: str, spec: Mapping[str, Any]) -> Settings:
     """Return the settings in a section that every environment accepts."""
     try:
-        return model.model_validate(section)
+        return model.model_validate(spec.get(key) or {})
     except ValidationError as error:
         raise _request_error(error, model, f"{key}.") from None
 

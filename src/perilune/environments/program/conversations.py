@@ -60,9 +60,7 @@ class Conversations:
             EpisodeFailedError: for a second conversation without `branches`.
         """
         matched: list[tuple[Conversation, Call, AgentTurn]] = []
-        for call in sorted(
-            calls, key=lambda call: [message.to_text()["content"] for message in call.request.messages]
-        ):
+        for call in sorted(calls, key=_call_texts):
             messages = call.request.messages
             free = [chat for chat in self._all if all(chat is not used for used, _, _ in matched)]
             continued = [chat for chat in free if chat.is_continued_by(messages)]

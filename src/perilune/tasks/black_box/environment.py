@@ -99,16 +99,8 @@ def cache() -> Path:
 def _install(python: Path, requirements: Sequence[str]) -> None:
     path = python.parent.parent / "requirements.txt"
     path.write_text("".join(f"{line}\n" for line in requirements), encoding="utf-8")
-    command = [
-        str(python),
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "install",
-        "--progress-bar=off",
-        "-r",
-        str(path),
-    ]
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", "install"]
+    command += ["--progress-bar=off", "-r", str(path)]
     if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
         raise WorkFailedError(
             "pip could not install the requirements", where=str(path), remedy="see the log for pip's output"

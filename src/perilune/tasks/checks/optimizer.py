@@ -57,8 +57,9 @@ class OptimizerChecker:
         gradients, norm = self._choose_elements()
         before, step = self._read_state(), self._learner.optimizer.step
         yield
-        after = self._read_state()
-        self._check_step(step)
+        after, now = self._read_state(), self._learner.optimizer.step
+        if now != step + 1:
+            raise self._error(f"the optimizer's step count went from {step} to {now}")
         self._check_update(gradients, norm, before, after, lr)
         self._last = after
 
@@ -103,11 +104,6 @@ class OptimizerChecker:
                 kind = "weights" if field == "weights" else f"{field} moments"
                 lost = ": the optimizer lost its state" if field != "weights" and not after.any() else ""
                 raise self._error(f"the {kind} of {name} changed between two updates{lost}")
-
-    def _check_step(self, before: int) -> None:
-        after = self._learner.optimizer.step
-        if after != before + 1:
-            raise self._error(f"the optimizer's step count went from {before} to {after}")
 
     def _check_update(self, gradients: Array, norm: float, before: _State, after: _State, lr: float) -> None:
         clip = self._settings.grad_clip

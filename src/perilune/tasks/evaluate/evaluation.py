@@ -10,6 +10,7 @@ from perilune.data.episodes_file import write_episodes
 from perilune.environments.core.registry import make_environment
 from perilune.metrics.bootstrap import paired_difference
 from perilune.metrics.proportion import pass_rate_interval
+from perilune.rollout.groups import flatten
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
 from perilune.tasks.checks.answer_form import rare_form_warning
@@ -65,15 +66,12 @@ def run(workspace: Workspace, spec: EvaluateSpec) -> dict[str, Any]:
         )
 
     workspace.episodes.mkdir(exist_ok=True)
-    write_episodes(
-        workspace.episodes / "step-000000.parquet", [episode for group in groups for episode in group]
-    )
+    episodes = flatten(groups)
+    write_episodes(workspace.episodes / "step-000000.parquet", episodes)
     write_episodes(workspace.episodes / "greedy.parquet", [group[0] for group in greedy])
     summary = evaluation_summary(environment.id, groups, [group[0] for group in greedy], seed)
     summary |= _against_recording(environment, summary, seed)
-    custom = CustomMetrics(spec.metrics, workspace.log).figures(
-        [episode for group in groups for episode in group]
-    )
+    custom = CustomMetrics(spec.metrics, workspace.log).figures(episodes)
     _record(workspace, summary, custom)
     workspace.timing(0, **watch.figures())
     workspace.progress(total, total, "answers", **{"pass@1": summary["pass@1"]["mean"]})

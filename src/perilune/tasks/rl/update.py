@@ -22,7 +22,7 @@ from perilune.learn.trainer import Learner, add_reference_logprobs
 from perilune.learn.weights import WeightedGroup
 from perilune.models.decoder import Decoder
 from perilune.rollout.dynamic_sampling import select_groups
-from perilune.rollout.groups import Groups
+from perilune.rollout.groups import Groups, flatten
 from perilune.tasks.checks.logprobs import LogprobChecker
 from perilune.tasks.checks.optimizer import OptimizerChecker
 from perilune.tasks.rl.curriculum import apply_importance_weights
@@ -100,9 +100,7 @@ class PolicyUpdater:
         Returns:
             all weighted groups, including those that no update used, and the metrics of the updates.
         """
-        tokens = sum(
-            len(episode.prompt_ids) + len(episode.token_ids) for group in groups for episode in group
-        )
+        tokens = sum(len(episode.prompt_ids) + len(episode.token_ids) for episode in flatten(groups))
         start = time.monotonic()
         with Watchdog("learning", stall_timeout(tokens, self._token_limit_s, self._slowest_token_s)):
             result = self._update(groups, step)

@@ -97,9 +97,10 @@ class Standings:
         """Record the matches of the member of `step`; return its metrics: mean returns, exact ones, Elo."""
         figures = dict(exact)
         for name, match in returns.items():
-            self.largest_return(list(match.values()))
-            figures |= _interval_figures(f"against/{name}", self._mean(match))
-            self.record.setdefault("matches", []).append([f"step {step}", name, list(match.values())])
+            values = list(match.values())
+            self.largest_return(values)
+            figures |= _interval_figures(f"against/{name}", bootstrap_problems(values, seed=self.seed))
+            self.record.setdefault("matches", []).append([f"step {step}", name, values])
         if rating := self.ratings().get(f"step {step}"):
             figures |= _interval_figures("elo", rating)
         self.record.setdefault("judgements", []).append({"step": step, **figures})
@@ -163,9 +164,6 @@ class Standings:
             if both and paired_difference(before, after, seed=self.seed).high < 0:
                 worse.append(name)
         return worse
-
-    def _mean(self, returns: Returns) -> Interval:
-        return bootstrap_problems(list(returns.values()), seed=self.seed)
 
 
 def _interval_figures(name: str, interval: Interval) -> dict[str, float]:

@@ -45,8 +45,8 @@ class Fit:
 
     def save_state(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
         """Write the complete state atomically to `directory`, with `extra` as JSON."""
-        tensors = {"weights": self._weights(), **self._moments()}
-        checkpoints.write(directory, tensors, {"updates": self.optimizer.step, "extra": dict(extra or {})})
+        state = {"updates": self.optimizer.step, "extra": dict(extra or {})}
+        checkpoints.write(directory, self._tensors(), state)
 
     def load_state(self, directory: Path) -> dict[str, Any]:
         """Restore the exact state that was saved, and return its `extra`.
@@ -54,15 +54,14 @@ class Fit:
         Raises:
             RequestError: when files are missing or damaged, or belong to another module.
         """
-        current = {"weights": self._weights(), **self._moments()}
+        current = self._tensors()
         tensors, state = checkpoints.read(directory, current)
         for name, target in current.items():
             checkpoints.copy_into(target, tensors[name], directory)
         self.optimizer.step = int(state["updates"])
         return dict(state["extra"])
 
-    def _weights(self) -> dict[str, Tensor]:
-        return {name: param.detach() for name, param in self.module.named_parameters()}
-
-    def _moments(self) -> dict[str, dict[str, Tensor]]:
-        return {"first_moments": self.optimizer.first, "second_moments": self.optimizer.second}
+    def _tensors(self) -> dict[str, dict[str, Tensor]]:
+        weights = {name: param.detach() for name, param in self.module.named_parameters()}
+        moments = {"first_moments": self.optimizer.first, "second_moments": self.optimizer.second}
+        return {"weights": weights, **moments}

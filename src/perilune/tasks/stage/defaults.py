@@ -10,16 +10,13 @@ from 4.7% to 14.8% on sums within 60 steps of 128 answers.
 
 from collections.abc import Callable, Mapping
 from math import ceil
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from perilune.frozen import Frozen
 from perilune.models.config.decoder_config import DecoderConfig, find_preset
 from perilune.models.memory import get_model_card, learning_bytes, plan_memory
 from perilune.tasks.forgetting.settings import ForgettingSettings
 from perilune.tasks.stage.memory_plan import section_config
-
-if TYPE_CHECKING:
-    pass
 
 
 class Rates(NamedTuple):

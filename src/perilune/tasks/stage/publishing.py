@@ -13,7 +13,7 @@ from perilune.models.attention import PackedAttention
 from perilune.models.checkpoints.checksum import checksum
 from perilune.models.decoder import Decoder
 from perilune.models.routing import Routing
-from perilune.rollout.groups import Groups
+from perilune.rollout.groups import Groups, flatten
 from perilune.tasks.stage.rounding import plain_rounding, rounding_of
 
 Tokens = NDArray[np.int64]
@@ -106,7 +106,7 @@ class Publisher:
         Raises:
             WorkFailedError: naming the first episode with another version.
         """
-        for episode in (episode for group in groups for episode in group):
+        for episode in flatten(groups):
             unknown = {*np.unique(episode.policy_version[episode.loss_mask]).tolist()} - self.published.keys()
             if unknown:
                 raise WorkFailedError(

@@ -86,7 +86,6 @@ def metric_at(workspace: Workspace, spec: TrainingSpec, step: int) -> Interval |
 
     The mean is over the last `save_every` steps, its interval from resampling them. None without the metric.
     """
-
     figure = best_metric(workspace, spec)
     if figure is not None and spec.keep.best is None:
         return dict(list_evaluations(workspace.metrics(), figure)).get(step)

@@ -19,12 +19,12 @@ from perilune.learn.schedules import learning_rate
 from perilune.learn.trainer import Learner
 from perilune.models.decoder import Decoder
 from perilune.rollout.timing import Stopwatch
-from perilune.tasks.stage.memory_plan import CacheSettings, memory_figures, plan_stage_memory
+from perilune.tasks.stage.memory_plan import memory_figures
 from perilune.tasks.stage.policy import join_ranks, load_policy, prepare_device
 from perilune.tasks.stage.training import StepReport, TrainingLoop, mean_first_and_last
 from perilune.tasks.supervised.held_out import pair_values
 from perilune.tasks.supervised.preference_data import PreferenceData
-from perilune.tasks.supervised.specs import PreferenceSpec
+from perilune.tasks.supervised.specs import PreferenceSpec, plan_memory
 
 COLLAPSE_PATIENCE = 5  # consecutive steps before the warning: one batch may look like a collapse by chance
 REFERENCE_LIMIT = 1e-2  # nats per token between two forward passes of the same weights
@@ -36,12 +36,8 @@ def run(workspace: Workspace, spec: PreferenceSpec) -> dict[str, Any]:
     device = prepare_device(workspace)
     policy = load_policy(workspace, device, spec)
     config = policy.decoder.config
-    room = spec.evaluation_memory(workspace.job, config)
-    cache = CacheSettings(device.type, spec.precision)
-    memory = require_memory(
-        plan_stage_memory(config, token_budget=spec.token_budget, learner=spec, cache=cache, **room),
-        workspace.job.resources,
-    )
+    needed = plan_memory(spec, workspace.job, config, device.type)
+    memory = require_memory(needed, workspace.job.resources)
     reader = spec.reader(policy.tokenizer, config)
     pairs = PreferenceData.load([workspace.input("data")], reader, workspace.job.seed, spec.validation)
     workspace.log(f"data: {reader.describe()}")

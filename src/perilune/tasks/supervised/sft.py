@@ -10,12 +10,12 @@ from perilune.learn.batch import pack
 from perilune.learn.schedules import learning_rate
 from perilune.learn.trainer import Learner
 from perilune.rollout.timing import Stopwatch
-from perilune.tasks.stage.memory_plan import CacheSettings, memory_figures, plan_stage_memory
+from perilune.tasks.stage.memory_plan import memory_figures
 from perilune.tasks.stage.policy import join_ranks, load_policy, prepare_device
 from perilune.tasks.stage.training import StepReport, TrainingLoop, mean_first_and_last
 from perilune.tasks.supervised.demonstrations import Demonstrations
 from perilune.tasks.supervised.held_out import episode_values
-from perilune.tasks.supervised.specs import SFTSpec
+from perilune.tasks.supervised.specs import SFTSpec, plan_memory
 
 
 def run(workspace: Workspace, spec: SFTSpec) -> dict[str, Any]:
@@ -23,12 +23,8 @@ def run(workspace: Workspace, spec: SFTSpec) -> dict[str, Any]:
     device = prepare_device(workspace)
     policy = load_policy(workspace, device, spec)
     config = policy.decoder.config
-    room = spec.evaluation_memory(workspace.job, config)
-    cache = CacheSettings(device.type, spec.precision)
-    memory = require_memory(
-        plan_stage_memory(config, token_budget=spec.token_budget, learner=spec, cache=cache, **room),
-        workspace.job.resources,
-    )
+    needed = plan_memory(spec, workspace.job, config, device.type)
+    memory = require_memory(needed, workspace.job.resources)
     learner = Learner(policy.decoder, spec, ranks=join_ranks(workspace, device, policy.decoder))
     reader = spec.reader(policy.tokenizer, config)
     demonstrations = Demonstrations(

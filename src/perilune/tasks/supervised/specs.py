@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
 from perilune.frozen import Frozen
 from perilune.learn.training_settings import LearnerSettings, OptimizerSettings
 from perilune.tasks.forgetting.spec import ForgettingSpec
 from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
+from perilune.tasks.stage.memory_plan import CacheSettings, StageMemory, plan_stage_memory
 from perilune.tasks.stage.retention import TrainingSpec
 
 if TYPE_CHECKING:
@@ -107,6 +109,12 @@ class PreferenceSpec(PairTrainingSpec, EvaluatedSpec, LearnerSettings, Forgettin
         description="DPOP's lambda: weight of a penalty on chosen answers whose log-prob is below the"
         " reference's; the paper uses 50",
     )
+
+
+def plan_memory(spec: SFTSpec | PreferenceSpec, job: Job, config: DecoderConfig, device: str) -> StageMemory:
+    room = spec.evaluation_memory(job, config)
+    cache = CacheSettings(device, spec.precision)
+    return plan_stage_memory(config, token_budget=spec.token_budget, learner=spec, cache=cache, **room)
 
 
 class RewardModelSpec(PairTrainingSpec):

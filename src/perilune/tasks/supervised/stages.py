@@ -6,9 +6,15 @@ from pathlib import Path
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import file_fields
 from perilune.plural import plural
-from perilune.tasks.stage.memory_plan import CacheSettings, StageMemory, model_config, plan_stage_memory
+from perilune.tasks.stage.memory_plan import CacheSettings, model_config, plan_stage_memory
 from perilune.tasks.stage.stage import Stage, training_plan
-from perilune.tasks.supervised.specs import PairTrainingSpec, PreferenceSpec, RewardModelSpec, SFTSpec
+from perilune.tasks.supervised.specs import (
+    PairTrainingSpec,
+    PreferenceSpec,
+    RewardModelSpec,
+    SFTSpec,
+    plan_memory,
+)
 
 
 class SFT(Stage[SFTSpec]):
@@ -22,7 +28,7 @@ class SFT(Stage[SFTSpec]):
     needs_environment = False
 
     def describe(self, spec: SFTSpec, job: Job) -> Mapping[str, object]:
-        memory = _plan_memory(spec, job)
+        memory = plan_memory(spec, job, model_config(job), job.resources.device)
         data = _describe_data(spec, job)
         return {**data, "traces seen": _describe_examples(spec), **training_plan(spec, job, memory)}
 
@@ -38,7 +44,7 @@ class Preference(Stage[PreferenceSpec]):
     needs_environment = False
 
     def describe(self, spec: PreferenceSpec, job: Job) -> Mapping[str, object]:
-        memory = _plan_memory(spec, job)
+        memory = plan_memory(spec, job, model_config(job), job.resources.device)
         return {
             **_describe_data(spec, job),
             "pairs seen": _describe_examples(spec),
@@ -86,13 +92,6 @@ def _describe_data(spec: SFTSpec | PairTrainingSpec, job: Job) -> dict[str, obje
         for warning in reader.warnings():
             lines[f"{name} warning"] = warning
     return lines
-
-
-def _plan_memory(spec: SFTSpec | PreferenceSpec, job: Job) -> StageMemory:
-    config = model_config(job)
-    room = spec.evaluation_memory(job, config)
-    cache = CacheSettings(job.resources.device, spec.precision)
-    return plan_stage_memory(config, token_budget=spec.token_budget, learner=spec, cache=cache, **room)
 
 
 def _describe_examples(spec: SFTSpec | PairTrainingSpec) -> str:

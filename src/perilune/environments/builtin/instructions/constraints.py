@@ -74,7 +74,9 @@ def is_sound(text: str, request: str, topic_word: str, max_words: int) -> bool:
         and len(lettered) >= MIN_LETTERED_SHARE * len(words)
         and all(len(_alphabets(word)) == 1 for word in lettered)
         and not any(
-            unicodedata.category(letter) in ("Cf", "Cc", "Co", "Cs") for letter in _without_layout(text)
+            unicodedata.category(letter) in ("Cf", "Cc", "Co", "Cs")
+            for letter in text
+            if letter not in "\n\t"
         )
     )
 
@@ -89,10 +91,6 @@ def topic_stem(topic: str, language: str | None) -> str:
     if language is not None:
         return TOPICS[topic][list(LANGUAGES).index(language)].lower()
     return topic.removesuffix("es" if topic == "volcanoes" else "s") if topic != "chess" else topic
-
-
-def _without_layout(text: str) -> str:
-    return text.replace("\n", "").replace("\t", "")
 
 
 def _is_bullets(text: str, params: Params) -> bool:
@@ -152,11 +150,6 @@ def _draw_from(name: str, values: Sequence[Any]) -> Callable[[random.Random], di
     return lambda draw: {name: draw.choice(values)}
 
 
-def _two_keywords(draw: random.Random) -> dict[str, Any]:
-    first, second = draw.sample(KEYWORDS, 2)
-    return {"first": first, "second": second}
-
-
 KINDS: Mapping[str, ConstraintKind] = {
     name: ConstraintKind(name, frozenset(excludes.split()), ask, draw, holds)
     for name, excludes, ask, draw, holds in (
@@ -185,7 +178,7 @@ KINDS: Mapping[str, ConstraintKind] = {
             "keywords",
             "words",
             'Use the words "{first}" and "{second}".',
-            _two_keywords,
+            lambda draw: dict(zip(("first", "second"), draw.sample(KEYWORDS, 2), strict=True)),
             lambda text, p: {p["first"], p["second"]} <= set(to_words(text)),
         ),
         (

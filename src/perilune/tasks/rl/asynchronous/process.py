@@ -30,7 +30,7 @@ from perilune.bundle.workspace import FollowerWorkspace
 from perilune.environments.core.protocol import Task
 from perilune.errors import REPORT_BUG, PeriluneError, WorkFailedError
 from perilune.files import write_atomic
-from perilune.rollout.continuous import ContinuousRollouts, Group, TurnTokens
+from perilune.rollout.continuous import ContinuousRollouts, Group, TurnTokens, raise_error
 from perilune.rollout.groups import Groups, groups_to_bytes
 from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.stage.player import Player, open_player
@@ -89,7 +89,7 @@ class RolloutProcess:
         except FileNotFoundError:
             return lambda: None  # a newer version has replaced it, and its message follows
         except PeriluneError as error:
-            return partial(_raise, error)
+            return partial(raise_error, error)
         self._loaded.clear()
         return partial(self._load, state, message)
 
@@ -134,10 +134,6 @@ class RolloutProcess:
         ]
         write_atomic(self._folder / name, json.dumps(recorded).encode())
         self._send({"snapshot": name})
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 def main() -> None:

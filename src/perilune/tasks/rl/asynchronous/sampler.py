@@ -112,9 +112,7 @@ class AsynchronousSampler(GroupSource):
 
     def metrics(self, groups: Groups) -> dict[str, float]:
         """Return the share of episodes that several versions sampled."""
-        versions = [
-            np.unique(episode.policy_version[episode.loss_mask]) for group in groups for episode in group
-        ]
+        versions = [np.unique(episode.policy_version[episode.loss_mask]) for episode in flatten(groups)]
         return {"mixed_versions": sum(len(values) > 1 for values in versions) / max(len(versions), 1)}
 
     def timings(self) -> dict[str, float]:
