@@ -115,6 +115,19 @@ def test_echo_returns_prompt_logprobs(client: openai.OpenAI, direct: Direct) -> 
     alone = client.completions.create(model="tiny", prompt="9", max_tokens=1, logprobs=0, echo=True)
     assert alone.choices[0].logprobs is not None and alone.choices[0].logprobs.top_logprobs is None
     assert alone.choices[0].logprobs.text_offset == [0, 1]
+    for choice, scored_prompt in zip(
+        client.completions.create(model="tiny", prompt=texts, max_tokens=0, logprobs=1, echo=True).choices,
+        answer.choices[::2],
+        strict=True,
+    ):
+        (one, more), count = (each.logprobs for each in (choice, scored_prompt)), len(choice.text)
+        assert (choice.text, choice.finish_reason) == (texts[choice.index], "length")
+        assert one is not None and more is not None and one.top_logprobs and more.top_logprobs
+        assert (
+            one.tokens == (more.tokens or [])[:count]
+            and one.token_logprobs == (more.token_logprobs or [])[:count]
+        )
+        assert one.top_logprobs == more.top_logprobs[:count]
     plain = client.completions.create(model="tiny", prompt="1+1=", max_tokens=2, echo=True, seed=7)
     assert plain.choices[0].text.startswith("1+1=") and plain.choices[0].logprobs is None
 
@@ -304,6 +317,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"n": 100, "prompt": ["a", "b", "c"]}, 400, "at most 256 choices"),
     ({"echo": True, "stream": True}, 400, "echo needs stream: false"),
     ({"best_of": 2}, 400, "best_of is not supported"),
+    ({"max_tokens": 0}, 400, "max_tokens: 0 needs echo: true"),
     ({"presence_penalty": 2.5}, 400, "presence_penalty"),
     ({"tools": [{}]}, 400, "tools is not supported"),
     ({"logprobs": 21}, 400, "logprobs"),

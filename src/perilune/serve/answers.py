@@ -171,9 +171,8 @@ class CompletionAnswer:
         before = self._text_logprobs(prompt, _Place())
         before["token_logprobs"] = [None, *before["token_logprobs"][1:]]  # nothing predicts the first token
         after["text_offset"] = [len(prompt.text) + offset for offset in after["text_offset"]]
-        if after["top_logprobs"] is not None:
-            before["top_logprobs"][0] = None
-            after["top_logprobs"] = before["top_logprobs"] + after["top_logprobs"]
+        if before["top_logprobs"] is not None:
+            after["top_logprobs"] = [None, *before["top_logprobs"][1:], *(after["top_logprobs"] or ())]
         joined = ("tokens", "token_logprobs", "text_offset")
         choice["logprobs"] = after | {name: before[name] + after[name] for name in joined}
 

@@ -297,7 +297,7 @@ class CompletionBody(Sampling):
         | Annotated[list[str], Field(min_length=1, fail_fast=True)]
         | Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
     )
-    max_tokens: int = Field(16, ge=1)
+    max_tokens: int = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
 
@@ -305,6 +305,8 @@ class CompletionBody(Sampling):
     def _echoes_whole(self) -> CompletionBody:
         if self.echo and self.stream:
             raise ValueError("echo needs stream: false")
+        if not self.max_tokens and not self.echo:
+            raise ValueError("max_tokens: 0 needs echo: true")
         return self
 
     @property

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
@@ -19,7 +20,7 @@ from perilune.engine.request import Request as EngineRequest
 from perilune.engine.scoring import PromptLogprobs
 from perilune.errors import RequestError
 from perilune.models.text.tokenizer import Tokenizer
-from perilune.serve.answers import CompletionAnswer, TokenFormatter
+from perilune.serve.answers import CompletionAnswer, TokenFormatter, Usage
 from perilune.serve.bodies import read_request
 from perilune.serve.channels import ChannelsReader
 from perilune.serve.engine_thread import EngineThread, Stream
@@ -154,7 +155,31 @@ class Service:
                 answer.echoed = await self._echo_prompts(body, prompts)
             return prompts
 
+        if not body.max_tokens:
+            return await self._return_prompts(body, answer, encode, request)
         return await self._complete(body, answer, encode, body.max_tokens, body.logprobs or 0, request)
+
+    async def _return_prompts(
+        self,
+        body: CompletionBody,
+        answer: CompletionAnswer,
+        encode: Callable[[], Coroutine[Any, Any, list[list[int]]]],
+        request: Request,
+    ) -> Response:
+        """Answer a request for the prompts alone, with their log-probs."""
+        began = perf_counter()
+        self.find_adapter(body.model)
+        with self.admit():
+            try:
+                prompts = await run_while_connected(encode(), request.receive)
+            except DisconnectedError:
+                self.metrics.count_disconnect()
+                return Response(status_code=CLIENT_CLOSED_REQUEST)
+        usage = Usage(sum(map(len, prompts)))
+        request.state.model, request.state.usage = body.model, usage
+        self.metrics.record_finished(began, prompt=usage.prompt, completion=0, cached=0)
+        empty = [Delta(0, 0, [], [], [], finish_reason="length")] * (body.n * len(prompts))
+        return await asyncio.to_thread(lambda: JSONResponse(answer.build_response(empty, prompts, usage)))
 
     async def _echo_prompts(self, body: CompletionBody, prompts: Sequence[list[int]]) -> list[Delta]:
         """Return the prompts to put before the choices. The first token of each has log-prob 0."""
