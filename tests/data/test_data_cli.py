@@ -53,6 +53,11 @@ def files(tmp_path):
     return tmp_path / "train.jsonl", tmp_path / "validation.jsonl"
 
 
+def test_inspect_plots_episodes_whose_reward_is_not_a_number(tmp_path):
+    write_episodes(tmp_path / "nan.parquet", [episode(1, reward=float("nan")), episode(2)])
+    assert "nan.parquet: 2 episodes" in run(tmp_path / "nan.parquet", "--plot")
+
+
 def test_inspect_plots_histograms_and_counts_languages(files):
     output = run(files[0], "--plot", "--languages")
     assert "score:" in output and f"{'█' * 40} 2" in output

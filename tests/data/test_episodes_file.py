@@ -181,6 +181,15 @@ def test_read_episodes_rejects_invalid_files(tmp_path):
     pq.write_table(wrong, tmp_path / "typed")
     with pytest.raises(RequestError, match="column 'seed' is string"):
         read_episodes(tmp_path / "typed")
+    names = table.schema.names
+    for name, values, error in (
+        ("token_ids", pa.nulls(5, table.schema.field("token_ids").type), "column 'token_ids' has nulls"),
+        ("failure", pa.array(["verifier"] * 5), "a failed episode has no reward"),
+    ):
+        pq.write_table(table.set_column(names.index(name), name, values), tmp_path / "invalid")
+        with pytest.raises(RequestError, match=error) as caught:
+            read_episodes(tmp_path / "invalid")
+        assert caught.value.where == str(tmp_path / "invalid")
     torn = (tmp_path / "good").read_bytes()[:-100]
     (tmp_path / "torn").write_bytes(torn)
     with pytest.raises(RequestError, match="not a readable Parquet"):

@@ -139,7 +139,7 @@ def read_episodes(path: Path, tasks: Collection[str] | None = None) -> list[Epis
     """Read an episodes file, or only the episodes of some tasks.
 
     Raises:
-        RequestError: when the file is missing, is not a Parquet file, or lacks a column.
+        RequestError: when the file is missing, is not a Parquet file, lacks a column, or has an invalid row.
     """
     table = read_columns(path)
     if tasks is not None and "task_id" in table.column_names:
@@ -155,7 +155,12 @@ def read_episodes(path: Path, tasks: Collection[str] | None = None) -> list[Epis
         if table.schema.field(field.name).type not in possible:
             what = f"column '{field.name}' is {table.schema.field(field.name).type}, not {field.type}"
             raise RequestError(what, where=str(path))
-    return _to_episodes(table)
+        if field.name in (*_ARRAYS, "messages", "reward_terms", "metrics") and table[field.name].null_count:
+            raise RequestError(f"column '{field.name}' has nulls", where=str(path))
+    try:
+        return _to_episodes(table)
+    except ValueError as error:  # an episode that cannot be, such as a failed one with a reward
+        raise RequestError(str(error), where=str(path)) from None
 
 
 class EpisodeScore(NamedTuple):

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
+from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -92,7 +93,7 @@ def _histograms(rows: Sequence[Episode | TraceRecord]) -> dict[str, dict[str, li
     scores = [row.reward if isinstance(row, Episode) else row.score for row in rows]
     values = {
         "answer_characters": [float(len(_answer(row))) for row in rows],
-        "score": [score for score in scores if score is not None],
+        "score": [score for score in scores if score is not None and isfinite(score)],
     }
     histograms = {}
     for name, numbers in values.items():
