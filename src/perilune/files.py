@@ -20,6 +20,7 @@ from perilune.redaction import redact_document
 
 MAX_FILE_BYTES = 1 << 28  # of a file that is read into memory
 BOM = b"\xef\xbb\xbf"  # of UTF-8
+LFS_POINTER = b"version https://git-lfs.github.com/"  # the beginning of a file that Git LFS left out
 # The first bytes of gzip, zstd, bzip2, xz and zip.
 COMPRESSED_MAGIC = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ", b"PK\x03\x04")
 
@@ -85,6 +86,8 @@ def detect_wrong_format(head: bytes) -> tuple[str, str] | None:
         return "is compressed", "decompress it, for example with gunzip; save a spreadsheet as CSV"
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "is UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW"
+    if head.startswith(LFS_POINTER):
+        return "is a Git LFS pointer, not the file itself", "run git lfs pull in the folder"
     return None
 
 

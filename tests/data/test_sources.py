@@ -148,9 +148,10 @@ def test_read_rows_says_how_to_convert_csv_in_other_encoding(tmp_path: Path) -> 
     [
         (gzip.compress(b'{"text": "a"}\n', mtime=0), "is compressed"),
         ('{"text": "a"}\n'.encode("utf-16"), "is UTF-16"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "is a Git LFS pointer"),
     ],
 )
-def test_read_rows_rejects_compressed_and_utf16_files(data: bytes, error: str, tmp_path: Path) -> None:
+def test_read_rows_rejects_files_of_wrong_format(data: bytes, error: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(data)
     with pytest.raises(RequestError, match=error) as caught:
         list(read_rows(tmp_path / "a.jsonl"))
@@ -276,9 +277,10 @@ def test_find_source_explains_unusable_folders(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="several kinds"):
         find_source(tmp_path)
     saved = write_saved_dataset(tmp_path / "saved")
-    write_json(saved / "state.json", {"_data_files": [{"filename": "../a.jsonl"}]})
-    with pytest.raises(RequestError, match="does not list"):
-        find_source(saved)
+    for entries in ([{"filename": "../a.jsonl"}], 5):
+        write_json(saved / "state.json", {"_data_files": entries})
+        with pytest.raises(RequestError, match="does not list"):
+            find_source(saved)
     splits = write_dataset_dict(tmp_path / "splits")
     write_json(splits / "dataset_dict.json", {"splits": ["test", "validation"]})
     with pytest.raises(RequestError, match="no split 'train'") as caught:

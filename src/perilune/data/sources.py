@@ -21,7 +21,7 @@ OWN_FILES = ("records.jsonl", "preferences.jsonl")  # what stages write
 TRAIN_WORDS = frozenset({"train", "training"})  # words in file names, as `datasets` reads them
 HELD_OUT_WORDS = frozenset({"validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"})
 BATCH_ROWS = 256  # rows of a columnar file in memory at a time
-HEAD_BYTES = 8  # bytes that tell a columnar file
+HEAD_BYTES = 64  # bytes that tell a columnar file, and one of a wrong format
 MAX_FIELD_CHARACTERS = 1 << 24  # characters of a CSV field
 
 # The columns that `perilune.data.examples` reads. Others, such as embeddings, stay on disk.
@@ -85,7 +85,7 @@ def _train_split(folder: Path) -> Path:
     names = splits.get("splits") if isinstance(splits, dict) else None
     if isinstance(names, list) and "train" in names:
         return folder / "train"
-    listed = ", ".join(str(folder / str(name)) for name in names or ())
+    listed = ", ".join(str(folder / str(name)) for name in names) if isinstance(names, list) else ""
     what = "the saved datasets have no split 'train'"
     raise RequestError(what, where=str(folder), remedy=f"name the folder of one: {listed[:300]}")
 
@@ -129,7 +129,8 @@ def _saved_files(folder: Path) -> list[Path]:
     """Return the Arrow files of a folder that `Dataset.save_to_disk` wrote."""
     state = read_json(folder / "state.json")
     entries = state.get("_data_files") if isinstance(state, dict) else None
-    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries or ()]
+    entries = entries if isinstance(entries, list) else []
+    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise RequestError("does not list the files of a saved dataset", where=str(folder / "state.json"))
     return [folder / str(name) for name in names]

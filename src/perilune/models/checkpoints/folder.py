@@ -5,12 +5,12 @@ from functools import cached_property
 from pathlib import Path
 
 from perilune.errors import RequestError
-from perilune.files import read_json
+from perilune.files import LFS_POINTER, read_json
 from perilune.models.config.reader import Reader
 
 WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_POINTER, _POINTER_BYTES = b"version https://git-lfs.github.com/", 1024
+_POINTER_BYTES = 1024  # maximum bytes of a Git LFS pointer
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -42,7 +42,11 @@ class CheckpointFolder:
             raise RequestError(what, where=str(self.path), remedy="copy the files into the folder")
         if file.exists() and not file.is_file():
             raise RequestError("is not a regular file", where=str(file))
-        if file.exists() and file.stat().st_size < _POINTER_BYTES and file.read_bytes().startswith(_POINTER):
+        if (
+            file.is_file()
+            and file.stat().st_size < _POINTER_BYTES
+            and file.read_bytes().startswith(LFS_POINTER)
+        ):
             remedy = "run git lfs pull in the folder, or perilune model fetch OWNER/NAME"
             raise RequestError("is a Git LFS pointer, not the file itself", where=str(file), remedy=remedy)
         return file
