@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from perilune.data.examples import read_demonstration
 from perilune.data.lines import MAX_LINE_BYTES, read_lines
 from perilune.data.sources import find_source, read_first_row, read_rows
 from perilune.errors import RequestError
@@ -133,6 +134,14 @@ def test_read_rows_rejects_csv_without_known_column(header: str, tmp_path: Path)
     path.write_text("")
     with pytest.raises(RequestError, match="the file is empty"):
         list(read_rows(path))
+
+
+def test_csv_with_messages_in_python_notation_is_explained(tmp_path: Path) -> None:
+    path = tmp_path / "chats.csv"
+    path.write_text("messages\n\"[{'role': 'user', 'content': 'a'}]\"\n")
+    with pytest.raises(RequestError, match="not a list of messages") as caught:
+        read_demonstration(*read_rows(path))
+    assert "in a CSV file, the same as JSON text" in caught.value.remedy
 
 
 def test_read_rows_says_how_to_convert_csv_in_other_encoding(tmp_path: Path) -> None:

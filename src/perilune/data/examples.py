@@ -162,7 +162,8 @@ def _read_messages(value: Mapping[str, Any], name: str, place: str) -> tuple[Mes
     if isinstance(messages, str):  # as in a CSV file
         messages = _parse_json(messages)
     if not isinstance(messages, list) or not messages:
-        raise RequestError(f"column '{name}' is not a list of messages", where=place)
+        remedy = 'write [{"role": "user", "content": "..."}, ...]; in a CSV file, the same as JSON text'
+        raise RequestError(f"column '{name}' is not a list of messages", where=place, remedy=remedy)
     try:
         if isinstance(messages[0], dict) and "from" in messages[0]:
             return tuple(from_sharegpt(messages))

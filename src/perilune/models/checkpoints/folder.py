@@ -42,11 +42,8 @@ class CheckpointFolder:
             raise RequestError(what, where=str(self.path), remedy="copy the files into the folder")
         if file.exists() and not file.is_file():
             raise RequestError("is not a regular file", where=str(file))
-        if (
-            file.is_file()
-            and file.stat().st_size < _POINTER_BYTES
-            and file.read_bytes().startswith(LFS_POINTER)
-        ):
+        is_small = file.is_file() and file.stat().st_size < _POINTER_BYTES
+        if is_small and file.read_bytes().startswith(LFS_POINTER):
             remedy = "run git lfs pull in the folder, or perilune model fetch OWNER/NAME"
             raise RequestError("is a Git LFS pointer, not the file itself", where=str(file), remedy=remedy)
         return file
