@@ -83,6 +83,11 @@ def test_audit_uses_rewards_of_the_recipe_and_plan_shows_the_grade(folder, here)
     assert "not audited" in here("run", "sums.yaml", "--plan").stdout
 
 
+def test_audit_refuses_folder_as_output_before_it_probes(folder, here):
+    refused = here("environments", "audit", "sums.yaml", *QUICK, "--out", ".")
+    assert refused.returncode == 2 and "is a directory" in refused.stderr and "probes" not in refused.stderr
+
+
 def test_audit_accepts_rewards_on_the_command_line(folder, here):
     settings = ("--set", "path=sums.jsonl", "--set", "match=null")
     rewards = ("--set", "rewards={box: {function: 'mine.py:last_box'}}")

@@ -249,7 +249,8 @@ def audit(
     ] = 480,
     seed: Annotated[int, typer.Option(help="Selects the tasks, probes and search.")] = 0,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="Save the audit for `replay`.")
+        Path | None,
+        typer.Option(metavar="FILE.json", dir_okay=False, help="Save the audit for `replay`."),
     ] = None,
     as_json: Json = False,
 ) -> None:
