@@ -13,7 +13,7 @@ from perilune.data.examples import read_demonstration
 from perilune.data.lines import MAX_LINE_BYTES, read_lines
 from perilune.data.sources import find_source, read_first_row, read_rows
 from perilune.errors import RequestError
-from perilune.files import write_json
+from perilune.files import MAX_FILE_BYTES, write_json
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"{n}é?"}, {"role": "assistant", "content": f"{n}\u2028!"}]}
@@ -134,6 +134,15 @@ def test_read_rows_rejects_csv_without_known_column(header: str, tmp_path: Path)
     path.write_text("")
     with pytest.raises(RequestError, match="the file is empty"):
         list(read_rows(path))
+
+
+def test_read_rows_says_how_to_convert_large_json_list(tmp_path: Path) -> None:
+    with (tmp_path / "chats.json").open("wb") as file:
+        file.write(b"[")
+        file.truncate(MAX_FILE_BYTES + 1)  # takes no space
+    with pytest.raises(RequestError, match="a JSON list of more than") as caught:
+        list(read_rows(tmp_path / "chats.json"))
+    assert "jq -c" in caught.value.remedy
 
 
 def test_csv_with_messages_in_python_notation_is_explained(tmp_path: Path) -> None:

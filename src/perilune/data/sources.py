@@ -14,7 +14,15 @@ from typing import Any
 
 from perilune.data.lines import read_lines
 from perilune.errors import RequestError
-from perilune.files import BOM, detect_wrong_format, open_regular, parse_strict_json, read_json, read_regular
+from perilune.files import (
+    BOM,
+    MAX_FILE_BYTES,
+    detect_wrong_format,
+    open_regular,
+    parse_strict_json,
+    read_json,
+    read_regular,
+)
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 OWN_FILES = ("records.jsonl", "preferences.jsonl")  # what stages write
@@ -175,6 +183,12 @@ def _read_lines(file: Path) -> Iterator[Row]:
 
 
 def _read_array(file: Path) -> Iterator[Row]:
+    if file.stat().st_size > MAX_FILE_BYTES:
+        what, remedy = (
+            f"a JSON list of more than {MAX_FILE_BYTES:,} bytes",
+            "jq -c '.[]' OLD.json > NEW.jsonl",
+        )
+        raise RequestError(what, where=str(file), remedy=f"convert it to JSON Lines: {remedy}")
     try:
         values = parse_strict_json(read_regular(file).removeprefix(BOM))
     except ValueError as error:
