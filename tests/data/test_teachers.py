@@ -167,6 +167,7 @@ def test_verify_candidates_with_scorer_matches_in_process_result():
         ("aritmetic", {}, "teacher", "did you mean 'arithmetic'?"),
         ("arithmetic", {"scratchpat": 1.0}, "strategies.scratchpat", "did you mean 'scratchpad'?"),
         ("arithmetic", {"scratchpad": 0.5}, "strategies", ""),
+        ("arithmetic", {"scratchpad": "50%"}, "strategies.scratchpad", "scratchpad=0.5"),
         ("arithmetic", {"scratchpad": 1.5, "direct": -0.5}, "strategies", ""),
     ],
 )

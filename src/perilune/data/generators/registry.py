@@ -20,7 +20,7 @@ from perilune.data.records import Provenance, settings_digest
 from perilune.environments.core.registry import did_you_mean, file_fields
 from perilune.errors import RequestError
 from perilune.extensions import TEACHER_GROUP, CodeFile, is_file_reference, load_extension
-from perilune.files import replace_field, sha256_file
+from perilune.files import finite_number, replace_field, sha256_file
 
 _BUILT_IN = {
     "arithmetic": "perilune.data.generators.arithmetic:ArithmeticTeacher",
@@ -126,10 +126,13 @@ def _list_classes() -> dict[str, str]:
 def _check_shares(name: str, given: Mapping[str, float], known: Mapping[str, float]) -> dict[str, float]:
     if not given:
         return {strategy: share for strategy, share in known.items() if share > 0}
-    for strategy in given:
+    for strategy, share in given.items():
         if strategy not in known:
             what = f"the teacher '{name}' has no strategy '{strategy}'"
             raise RequestError(what, where=f"strategies.{strategy}", remedy=did_you_mean(strategy, known))
+        if finite_number(share) is None:
+            what = f"the share is {share!r}, not a number from 0 to 1"
+            raise RequestError(what, where=f"strategies.{strategy}", remedy=f"{strategy}=0.5 is one half")
     if any(share < 0 for share in given.values()) or abs(sum(given.values()) - 1) > 1e-6:
         what = f"shares of strategies must be at least 0 and sum to 1; they sum to {sum(given.values()):g}"
         raise RequestError(what, where="strategies")
