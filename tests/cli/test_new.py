@@ -1,6 +1,7 @@
 """`perilune new`: `perilune run` can plan every recipe that it writes."""
 
 import io
+import json
 import os
 import pty
 import subprocess
@@ -31,6 +32,17 @@ def test_new_writes_fields_of_the_environment(here, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert 'config: {"max_terms": 2, "min_terms": 2}' in (tmp_path / "mine.yaml").read_text()
     assert here("run", "mine.yaml", "--plan").returncode == 0
+
+
+def test_new_evaluates_on_all_held_out_questions_of_a_small_file(here, tmp_path: Path) -> None:
+    rows = [json.dumps({"prompt": f"{n} + 1?", "answer": n + 1}) for n in range(40)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(rows))
+    options = ("--environment", "jsonl", "--task", "rl", "--set", "path=sums.jsonl")
+    done = here("new", "sums", "--model", "tiny", *options)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "sums.yaml").read_text().count("tasks: 3,") == 2
+    questions = here("new", "chats", "--model", "tiny", "--from", "sums.jsonl")
+    assert questions.returncode == 2 and "{id: jsonl, path: FILE}" in questions.stderr
 
 
 @pytest.mark.parametrize(

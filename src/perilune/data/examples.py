@@ -233,8 +233,8 @@ def _read_text(value: Mapping[str, Any], name: str, place: str) -> str:
 
 def _column_error(row: Row, task: str, expected: str, other: str) -> RequestError:
     columns = json.dumps(sorted(row.value), ensure_ascii=False)[1:-1][:200] or "none"
-    return RequestError(
-        f"task {task} needs the columns {expected}; this row has {columns}",
-        where=row.place,
-        remedy=f"task: {other} reads such rows" if other else "rename the columns; a null counts as missing",
-    )
+    remedy = f"task: {other} reads such rows" if other else "rename the columns; a null counts as missing"
+    if "answer" in row.value and not other:
+        remedy += ". As questions for task rl: environment: {id: jsonl, path: FILE}"
+    what = f"task {task} needs the columns {expected}; this row has {columns}"
+    return RequestError(what, where=row.place, remedy=remedy)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from itertools import islice
 from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -14,6 +15,7 @@ from perilune.cli.data.environments import environment_section
 from perilune.cli.output import echo
 from perilune.cli.train.plan import derive_plans
 from perilune.data.sources import read_first_row, read_rows
+from perilune.environments.core.registry import make_environment
 from perilune.errors import RequestError
 from perilune.recipe.resolve import resolve
 from perilune.recipe.source import parse_yaml
@@ -38,11 +40,11 @@ model:
 """
 BEFORE_STAGE = """\
   # The model before training, on held-out tasks.
-  - {name: before, task: evaluate, checkpoint: model, tasks: 64, max_tokens: 256}
+  - {name: before, task: evaluate, checkpoint: model, tasks: HELD_OUT, max_tokens: 256}
 """
 AFTER_STAGE = """\
   # The same held-out tasks after training; the report shows the difference with its interval.
-  - {name: after, task: evaluate, checkpoint: TRAINED, tasks: 64, max_tokens: 256}
+  - {name: after, task: evaluate, checkpoint: TRAINED, tasks: HELD_OUT, max_tokens: 256}
 """
 STAGES: dict[str, tuple[str, str, str]] = {  # task: title, stages, the stage that trains
     "sft": (
@@ -76,6 +78,7 @@ STAGES: dict[str, tuple[str, str, str]] = {  # task: title, stages, the stage th
 }
 
 DEFAULT_EPOCHS = {"sft": 3, "preference": 1}
+HELD_OUT_TASKS = 64
 DEFAULT_ROWS = 16  # rows of a step
 NEW_MODEL_STEPS = 300  # steps of a new model, at least; it has to learn to write first
 OWN_STAGES = {  # from the user's own data
@@ -202,9 +205,17 @@ def _render_recipe(name: str, model: str, environment: dict[str, Any], parts: tu
     if rewards:
         section += f"rewards: {json.dumps(rewards)}\n"
     body = BEFORE_STAGE + stages + AFTER_STAGE if environment else stages
+    if environment:
+        body = body.replace("HELD_OUT", str(_count_held_out(environment)))
     teacher = environment["id"] if environment.get("id") in OWN_TEACHERS else "gold"
     body = body.replace("TEACHER", teacher).replace("TRAINED", trained)
     return TEMPLATE.format(name=name, title=title, model=source, environment=section) + body
+
+
+def _count_held_out(environment: dict[str, Any]) -> int:
+    """Return the number of held-out tasks to evaluate on: all tasks of a small file of questions."""
+    tasks = make_environment(environment).tasks("heldout", 0)
+    return sum(1 for _ in islice(tasks, HELD_OUT_TASKS)) or HELD_OUT_TASKS
 
 
 def _check(text: str, path: Path) -> None:
