@@ -34,6 +34,12 @@ def test_bitboards_agree_with_list_implementation(columns: list[int]) -> None:
     seen = board.encode_planes(fast)[0]
     for plane, words in zip(seen, (fast.own, fast.other), strict=False):
         assert {(c, r) for c, r in np.argwhere(plane)} == squares(words)
+    stones = squares(fast.stones)
+    playable = {(c, sum(column == c for column, _ in stones)) for c in slow.legal()}
+    assert {(c, r) for c, r in np.argwhere(seen[4])} == playable
+    assert {(c, r) for c, r in np.argwhere(seen[5])} == {
+        (c, r) for c in range(7) for r in range(slow.moves % 2, 6, 2)
+    }
     assert not seen[:, :, 6].any()
 
 

@@ -16,6 +16,7 @@ from perilune.games.connect_four.board import (
     is_full,
     legal_columns,
     play,
+    score_values,
 )
 from perilune.games.connect_four.evaluation import make_openings, play_match, sample_positions
 from perilune.games.connect_four.learning import Trainer
@@ -30,7 +31,7 @@ from perilune.games.connect_four.players import (
 )
 from perilune.games.connect_four.search import search
 from perilune.games.connect_four.self_play import MoveBatch, SelfPlay, compute_advantages
-from perilune.games.connect_four.solver import find_forced_outcomes
+from perilune.games.connect_four.solver import Solver, find_forced_outcomes
 
 SMALL = LearningSettings(channels=16, hidden=32, games=64, moves=8, minibatch=128)
 
@@ -162,6 +163,28 @@ def test_search_finds_forced_moves_with_an_untrained_network() -> None:
     assert lost.values[0][lost.visits[0] > 5].max() < -0.5
     both = search(network, concatenate(wins, wins, must_block), 60)
     assert np.array_equal(both.visits[0], both.visits[1])
+
+
+def test_search_solves_positions_near_the_end_of_the_game() -> None:
+    """An untrained network guides the search. The solver is another program."""
+    boards = sample_positions(random_player, 30, 200, 2)
+    exact = Solver().column_scores(boards)
+    best = exact.max(axis=1)
+    values = search(Network(8, 16), boards, 400).improve(100.0)[1]
+    assert np.isclose(values, score_values(best), atol=1e-6).mean() > 0.9
+    columns = SearchPlayer(Network(8, 16), 400)(boards, np.zeros(len(boards)))
+    assert (exact[np.arange(len(boards)), columns] == best).mean() > 0.95
+
+
+@pytest.mark.parametrize("simulations", [1, 40])
+def test_search_keeps_a_best_move_among_the_candidates(simulations: int) -> None:
+    boards = concatenate(*(sample_positions(one_ply, ply, 20, 5) for ply in range(18, 41, 2)))
+    exact = Solver().column_scores(boards)
+    found = search(Network(8, 16), boards, simulations)
+    assert (found.candidates & (exact == exact.max(axis=1, keepdims=True))).any(axis=1).all()
+    improved = np.exp(found.improve(5.0)[0])
+    assert improved.sum(axis=1) == pytest.approx(1, abs=1e-5)
+    assert (improved[~found.candidates] == 0).all()
 
 
 def test_search_never_chooses_a_full_column() -> None:

@@ -8,6 +8,7 @@ stones of the player to move, and all stones.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 COLUMNS, ROWS = 7, 6
 HEIGHT = ROWS + 1  # bits of a column
 DIRECTIONS = (1, HEIGHT - 1, HEIGHT, HEIGHT + 1)  # up, falling, level, rising
-PLANES = 4  # see `encode_planes`
+PLANES = 6  # see `encode_planes`
 
 Words = NDArray[np.uint64]
 Columns = NDArray[np.int64]
@@ -24,6 +25,7 @@ BOTTOM_SQUARES = np.array([1 << HEIGHT * column for column in range(COLUMNS)], n
 COLUMN_SQUARES = BOTTOM_SQUARES * np.uint64((1 << ROWS) - 1)
 TOP_SQUARES = BOTTOM_SQUARES << np.uint64(ROWS - 1)
 BOARD = np.uint64(COLUMN_SQUARES.sum())
+ROWS_BY_PARITY = np.array([BOTTOM_SQUARES.sum() * np.uint64(0b010101 << odd) for odd in (0, 1)], np.uint64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,6 +112,19 @@ def completing_squares(stones: Words, taken: Words) -> Words:
     return squares & BOARD & ~taken
 
 
+def score_values(scores: NDArray[np.integer[Any]]) -> NDArray[np.float32]:
+    """Return float32: the values of games that end with these exact scores (see solver.py).
+
+    A win counts 0.53 to 1, more if it is earlier; a draw 0.
+    """
+    return np.asarray(np.sign(scores) * (0.5 + np.abs(scores) / 36), np.float32)
+
+
+def win_values(boards: Boards) -> NDArray[np.float32]:
+    """Return float32[N]: the value, for the player who moved last, of games that this move won."""
+    return score_values(22 - (count_plies(boards) + 1) // 2)
+
+
 def count_plies(boards: Boards) -> NDArray[np.int64]:
     """Return int64[N]: stones on each board."""
     bits = np.unpackbits(boards.stones[:, None].view(np.uint8), axis=1)
@@ -136,10 +151,12 @@ def mirror_where(boards: Boards, chosen: NDArray[np.bool_]) -> Boards:
 
 
 def encode_planes(boards: Boards) -> NDArray[np.uint8]:
-    """Return uint8[N, 4, 7, 7] of zeros and ones by column and row; the seventh row is empty.
+    """Return uint8[N, 6, 7, 7] of zeros and ones by column and row; the seventh row is empty.
 
-    The planes are own stones, the opponent's stones, and the empty squares where either player would complete
-    four.
+    The planes are own stones, the opponent's stones, the empty squares where either player would complete
+    four, the squares that can be played now, and every second row. If the player to move began the game,
+    these are the first, third and fifth row, otherwise the others. Threats there decide the end of the game
+    (Allis, "A knowledge-based approach of Connect-Four", 1988).
     """
     other = boards.other
     words = np.stack(
@@ -148,6 +165,8 @@ def encode_planes(boards: Boards) -> NDArray[np.uint8]:
             other,
             completing_squares(boards.own, boards.stones),
             completing_squares(other, boards.stones),
+            (boards.stones + np.uint64(BOTTOM_SQUARES.sum())) & BOARD,
+            ROWS_BY_PARITY[count_plies(boards) % 2],
         ],
         axis=1,
     )

@@ -1,8 +1,8 @@
 """Training by self-play: with PPO, or from the results of a search.
 
 Proximal policy optimization is that of Schulman et al., arXiv 1707.06347. With a search, the network learns
-the search's visit counts and the outcome (Silver et al., "Mastering the game of Go without human knowledge",
-Nature 2017).
+the policy that the search improved, and the outcome (Silver et al., "Mastering the game of Go without human
+knowledge", Nature 2017; for the policy see `SearchResult.improve`).
 """
 
 import time

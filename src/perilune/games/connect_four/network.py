@@ -37,11 +37,11 @@ class Network(nn.Module):
         self.value = nn.Linear(hidden, 1)
 
     def forward(self, planes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits float32[N, 7] and values float32[N] in (-1, 1) for planes uint8[N, 4, 7, 7].
+        """Return logits float32[N, 7] and values float32[N] in (-1, 1) for planes uint8[N, 6, 7, 7].
 
         Matrix products take bfloat16 and accumulate in float32. Weights stay float32.
         """
-        windows = planes[..., :ROWS].unfold(2, WINDOW, 1).unfold(3, WINDOW, 1)  # [N, 4, 4, 3, 4, 4]
+        windows = planes[..., :ROWS].unfold(2, WINDOW, 1).unfold(3, WINDOW, 1)  # [N, 6, 4, 3, 4, 4]
         patches = windows.permute(0, 2, 3, 1, 4, 5).reshape(len(planes) * WINDOW_COUNT, -1)
         with torch.autocast(planes.device.type, torch.bfloat16):
             hidden = F.relu(self.lines(patches.to(torch.bfloat16))).view(len(planes), -1)

@@ -92,7 +92,7 @@ class SearchPlayer:
 
     def __call__(self, boards: Boards, uniform: NDArray[np.float64]) -> Columns:
         result = search(self.network, boards, self.simulations)
-        return np.asarray((result.visits + 0.5 * result.values).argmax(axis=1))
+        return np.asarray(np.where(result.candidates, result.visits + 0.5 * result.values, -1).argmax(axis=1))
 
 
 class OpenSpielSearchPlayer:

@@ -20,11 +20,13 @@ from perilune.games.connect_four.board import (
     mirror_where,
     play,
     select_boards,
+    win_values,
 )
 from perilune.games.connect_four.network import Floats, Network, evaluate_boards
 from perilune.games.connect_four.search import search
 
 _OPENING_SETS = 4  # sets of openings per batch; a game restarts from its opening of the current set
+VALUE_SCALE = 20.0  # weight of the search's values in the policy that the network learns
 _DRAWS_PER_MOVE = 2  # random numbers per move: the column, and whether to mirror the board
 
 
@@ -37,7 +39,7 @@ class MoveBatch:
         columns: int64[T, G], the columns played.
         policies: float32[T, G, 7], log-probabilities with which they were sampled.
         values: float32[T + 1, G], for the player to move; the last row is for the final positions.
-        rewards: float32[T, G], 1 for a winning move.
+        rewards: float32[T, G], 0.53 to 1 for a winning move, more if the win is earlier.
         over: bool[T, G], whether the game ended with that move.
     """
 
@@ -83,7 +85,8 @@ class SelfPlay:
         pool = self._draw_openings(_OPENING_SETS * count, step + 1)
         shape = (moves, count)
         own, stones = np.empty(shape, np.uint64), np.empty(shape, np.uint64)
-        columns, won, over = np.empty(shape, np.int64), np.empty(shape, np.bool_), np.empty(shape, np.bool_)
+        columns, over = np.empty(shape, np.int64), np.empty(shape, np.bool_)
+        rewards = np.empty(shape, np.float32)
         policies = np.empty((*shape, COLUMNS), np.float32)
         values = np.empty((moves + 1, count), np.float32)
         for turn in range(moves):
@@ -92,21 +95,20 @@ class SelfPlay:
             policies[turn], values[turn] = self._evaluate(network, boards)
             columns[turn] = sample_columns(policies[turn], uniform[:, turn, 0])
             after = play(boards, columns[turn])
-            won[turn] = has_four(after.other)
-            over[turn] = won[turn] | is_full(after)
+            won = has_four(after.other)
+            rewards[turn] = won * win_values(after)
+            over[turn] = won | is_full(after)
             fresh = pool[turn * _OPENING_SETS // moves * count + games]
             self.boards = select_boards(over[turn], fresh, after)
         values[moves] = self._evaluate(network, self.boards)[1]
         positions = Boards(own.reshape(-1), stones.reshape(-1))
-        return MoveBatch(positions, columns, policies, values, won.astype(np.float32), over)
+        return MoveBatch(positions, columns, policies, values, rewards, over)
 
     def _evaluate(self, network: Network, boards: Boards) -> tuple[Floats, Floats]:
         """Return log-probabilities of the columns, and values, from the network or the search."""
         if not self._simulations:
             return evaluate_boards(network, boards)
-        result = search(network, boards, self._simulations)
-        with np.errstate(divide="ignore"):
-            return np.log(result.visits / np.float32(self._simulations)), result.mean_value
+        return search(network, boards, self._simulations).improve(VALUE_SCALE)
 
     def _draw_openings(self, count: int, step: int) -> Boards:
         """Return boards after random moves, skipping moves that would end the game."""

@@ -1,35 +1,19 @@
-/* Connect Four, solved: alpha-beta over bitboards with a table of positions met before.
+/* A solver for Connect Four: alpha-beta search over bitboards with a transposition table.
  *
- * A score is how early the game is won: 22 less the winner's stones at its end, negative for a loss, 0 for a draw.
- */
+ * A score is 22 minus the winner's stones at the end of the game, negative for a loss, 0 for a draw. */
 #include "lines.h"
 
-#define MIRRORED_BELOW 16 /* stones; mirror images are looked up together while that saves more than it costs */
+#define MIRRORED_BELOW 16 /* stones; with fewer, mirror images share an entry, which saves more than it costs */
 #define NEVER INT8_MIN
 
 static const int CENTRE_FIRST[COLUMNS] = {3, 2, 4, 1, 5, 0, 6};
 
-/* `entries` are 64-bit words, 1 << bits of them: a position's key above, what is known of its score in 8 bits. */
+/* `entries` has 1 << bits words of 64 bits: the key of a position, and in the lowest 8 bits a bound on its score. */
 struct table {
     uint64_t *entries;
     int64_t bits;
     int64_t nodes;
 };
-
-static int stones_of(uint64_t words) { return __builtin_popcountll(words); }
-
-/* Empty squares that would make four. */
-static inline uint64_t completing(uint64_t s, uint64_t taken)
-{
-    uint64_t found = s << 1 & s << 2 & s << 3;
-#pragma GCC unroll 3
-    for (int i = 1; i < 4; i++) {
-        int d = DIRECTIONS[i];
-        uint64_t below = s << d & s << 2 * d, above = s >> d & s >> 2 * d;
-        found |= (below & (s << 3 * d | s >> d)) | (above & (s >> 3 * d | s << d));
-    }
-    return found & BOARD & ~taken;
-}
 
 static uint64_t mirrored(uint64_t words)
 {
@@ -51,11 +35,11 @@ static uint64_t *entry_of(const struct table *t, uint64_t key)
     return t->entries + (key * 0x9E3779B97F4A7C15ull >> (64 - t->bits));
 }
 
-/* What is kept of a score: at least, or at most, so much. 0 is nothing. */
+/* The lowest 8 bits of an entry: a lower or an upper bound on the score; 0 if there is none. */
 static uint64_t at_least(int score) { return (uint64_t)(score + 64) | 128; }
 static uint64_t at_most(int score) { return (uint64_t)(score + 64); }
 
-/* The score within (low, high), else a bound on it. Whoever is to move has no line to complete. */
+/* The score if it is within (low, high), otherwise a bound on it. The player to move cannot win at once. */
 static int search(struct table *t, uint64_t own, uint64_t stones, int low, int high)
 {
     t->nodes++;
@@ -66,7 +50,7 @@ static int search(struct table *t, uint64_t own, uint64_t stones, int low, int h
         if (forced & (forced - 1)) return -(SQUARES - count) / 2;
         moves = forced;
     }
-    moves &= ~(threats >> 1); /* a stone there would lift the other's onto the square */
+    moves &= ~(threats >> 1); /* the opponent would win on the square above */
     if (!moves) return -(SQUARES - count) / 2;
     if (count >= SQUARES - 2) return 0;
 
@@ -84,7 +68,7 @@ static int search(struct table *t, uint64_t own, uint64_t stones, int low, int h
 
     uint64_t order[COLUMNS];
     int worth[COLUMNS], found = 0;
-    for (int i = 0; i < COLUMNS; i++) { /* most squares threatened first, then nearest to the centre */
+    for (int i = 0; i < COLUMNS; i++) { /* moves with the most threats first, then the most central */
         uint64_t move = moves & column(CENTRE_FIRST[i]);
         if (!move) continue;
         int threatened = stones_of(completing(own | move, stones | move)), place = found++;
@@ -107,7 +91,7 @@ static int search(struct table *t, uint64_t own, uint64_t stones, int low, int h
     return low;
 }
 
-/* The score, or `least` where it is no more, or `most` where it is no less. */
+/* The score, limited to [least, most]. */
 static int solve(struct table *t, uint64_t own, uint64_t stones, int least, int most)
 {
     int count = stones_of(stones);
@@ -116,7 +100,7 @@ static int solve(struct table *t, uint64_t own, uint64_t stones, int least, int 
     if (completing(own, stones) & (stones + BOTTOM)) return high < least ? least : high > most ? most : high;
     if (low < least) low = least;
     if (high > most) high = most;
-    while (low < high) { /* halve what is left, near 0 first: short searches settle most of it */
+    while (low < high) { /* bisect, near 0 first, because searches there are short */
         int middle = low + (high - low) / 2;
         if (middle <= 0 && low / 2 < middle) middle = low / 2;
         else if (middle >= 0 && high / 2 > middle) middle = high / 2;
@@ -127,14 +111,14 @@ static int solve(struct table *t, uint64_t own, uint64_t stones, int least, int 
     return low;
 }
 
-/* Scores of games that are not over, kept within [least, most]. */
+/* The scores of games that are not over, limited to [least, most]. */
 void perilune_four_scores(
     struct table *t, const uint64_t *own, const uint64_t *stones, int64_t count, int least, int most, int8_t *out)
 {
     for (int64_t i = 0; i < count; i++) out[i] = (int8_t)solve(t, own[i], stones[i], least, most);
 }
 
-/* Of each game and column: the score after playing it, for whoever plays it; NEVER where it is full. */
+/* For each game and column: the score of the move for the player who makes it; NEVER if the column is full. */
 void perilune_four_columns(
     struct table *t, const uint64_t *own, const uint64_t *stones, int64_t count, int least, int most, int8_t *out)
 {
@@ -149,7 +133,7 @@ void perilune_four_columns(
         }
 }
 
-/* 1, 0 or -1: won, undecided or lost within so many moves. The game is not over. */
+/* 1, 0 or -1: won, undecided or lost within `moves` moves. The game is not over. */
 static int foreseen(uint64_t own, uint64_t stones, int moves, int low, int high)
 {
     uint64_t possible = (stones + BOTTOM) & BOARD;
@@ -165,7 +149,7 @@ static int foreseen(uint64_t own, uint64_t stones, int moves, int low, int high)
     return best;
 }
 
-/* Of each game and column: what so many moves, that one among them, show; NEVER where it is full. */
+/* For each game and column: the outcome within `moves` moves, including this one; NEVER if the column is full. */
 void perilune_four_foreseen(
     const uint64_t *own, const uint64_t *stones, int64_t count, int moves, int8_t *out)
 {
