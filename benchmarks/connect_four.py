@@ -40,11 +40,11 @@ from perilune.games.connect_four.solver import Solver
 HERE = Path(__file__).resolve().parent
 MARKS = (15, 30, 60, 120, 180, 300, 450, 600, 900, 1200, 1500, 1800)
 FALLING = 0.4  # last share of the time, with falling learning rate and entropy
-SEARCHED: dict[str, Any] = {"games": 512, "moves": 16, "minibatch": 2048}
+SEARCHED: dict[str, Any] = {"games": 512, "moves": 16, "minibatch": 2048, "trace": 0.7}
 FIRST_PLY = 8  # fewest stones on the judged boards
 PERFECT_FROM = 12  # stones on the first boards of matches with perfect play
 AHEAD = (0, 100)  # simulations per move for every mark
-FURTHER = 400  # and also for the last mark
+FURTHER = (400, 1600)  # and also for the last mark
 AT_MARKS = ("one_ply", "foresight_4")
 AT_THE_END = (
     "random", "one_ply", "foresight_2", "foresight_4", "foresight_6", "mcts_100", "mcts_1000", "perfect"
@@ -146,7 +146,7 @@ def judge(folder: Path, per_ply: int, games: int) -> dict[str, Any]:
     longest = max(runs, key=lambda run: run["marks"][-1]["cpu_seconds"])
     last = folder / longest["name"] / f"player-{longest['marks'][-1]['mark']:04.0f}"
     final = {
-        str(ahead): judged(last, ahead, AT_THE_END, questions, solver, games) for ahead in (*AHEAD, FURTHER)
+        str(ahead): judged(last, ahead, AT_THE_END, questions, solver, games) for ahead in (*AHEAD, *FURTHER)
     }
     solver_file = folder / "solver.json"
     return {
