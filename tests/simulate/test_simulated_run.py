@@ -27,7 +27,7 @@ from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings
 STEP = StepCost({name: 1e-2 if name == "step" else 1e-6 for name in FEATURE_NAMES})
 TIMES = MeasuredTimes(
     STEP,
-    update=(0.05, 1e-5, 0.0),
+    update=(0.05, 1e-5, 0.0, 2e-8),
     recording=(0.01, 0.0, 2e-5, 3e-5),
     scoring=(7e-3, 8e-5, 4e-5),
     publish=0.01,
@@ -96,12 +96,14 @@ def test_training_times_are_fitted_to_recorded_stages(tmp_path: Path) -> None:
         for step in range(1, 6):
             episodes = [recorded(step, task, turns) for task in range(2 * groups)]
             write_episodes(folder / "episodes" / f"step-{step:06d}.parquet", episodes)
-            count, fed = len(episodes), sum(len(item.token_ids) for item in episodes) + 2 * groups
+            lengths = [len(item.token_ids) for item in episodes]
+            count, fed = len(episodes), sum(lengths) + 2 * groups
+            pairs = groups * (1 + 2) + sum(sum(range(3, 3 + length)) for length in lengths)
             line = {
                 "step": step,
                 "sampling": 0.5,
                 "scoring": TIMES.batch + count * (TIMES.answer * turns + TIMES.episode),
-                "learning": TIMES.learn(fed, count),
+                "learning": TIMES.learn(fed, count, pairs),
                 "other": TIMES.record(fed, count * turns, count),
             }
             lines.append(json.dumps(line) + "\n")

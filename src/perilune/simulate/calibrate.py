@@ -104,7 +104,7 @@ def _is_plain(work: StepWork) -> bool:
 class TrainingTimes:
     """Times fitted to the stages of a calibration recipe; fields as in `MeasuredTimes`."""
 
-    update: tuple[float, float, float]
+    update: tuple[float, float, float, float]
     recording: tuple[float, float, float, float]
     scoring: tuple[float, float, float]
     start: float
@@ -123,11 +123,11 @@ def fit_training(folders: Sequence[Path], seconds: Sequence[float]) -> TrainingT
     for stage, total in zip(lines, seconds, strict=True):
         typical = sum(median(line[part] for line in stage[WARMUP_STEPS:]) for part in STEP_PARTS)
         starts.append(total - len(stage) * typical)
-    update, token, whole = coefficients("learning", "tokens", "episodes")
+    learned = coefficients("learning", "tokens", "episodes", "pairs")
     batch, answer, episode = coefficients("scoring", "answers", "episodes")
     recorded = coefficients("other", "fed", "answers", "episodes")
     return TrainingTimes(
-        (update, token, whole),
+        (learned[0], learned[1], learned[2], learned[3]),
         (recorded[0], recorded[1], recorded[2], recorded[3]),
         (batch, answer, episode),
         median(starts),
@@ -135,13 +135,18 @@ def fit_training(folders: Sequence[Path], seconds: Sequence[float]) -> TrainingT
 
 
 def _read_steps(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the timings of each step with its counts. `tokens` are those of groups with a gradient."""
+    """Yield the timings of each step with its counts. `tokens` and `pairs` are of groups with a gradient."""
     for line in read_json_lines(folder / "timings.jsonl"):
         episodes = list(read_episodes(folder / "episodes" / f"step-{line['step']:06d}.parquet"))
         groups = [
             GroupShape.from_episodes(list(part)) for _, part in groupby(episodes, lambda item: item.group_id)
         ]
-        tokens = sum(group.fed for group in groups if group.live)
-        fed = sum(group.fed for group in groups)
-        answers = sum(group.turns for group in groups)
-        yield {**line, "tokens": tokens, "fed": fed, "answers": answers, "episodes": len(episodes)}
+        live = [group for group in groups if group.live]
+        yield {
+            **line,
+            "tokens": sum(group.fed for group in live),
+            "pairs": sum(group.pairs for group in live),
+            "fed": sum(group.fed for group in groups),
+            "answers": sum(group.turns for group in groups),
+            "episodes": len(episodes),
+        }

@@ -55,6 +55,13 @@ class GroupShape:
         return len(self.prompt) + sum(len(turn.observed) + len(turn.sampled) for turn in turns)
 
     @property
+    def pairs(self) -> int:
+        """Pairs of a token that the learner computes and a key that it attends to, with full attention."""
+        prompt = len(self.prompt)
+        lengths = [sum(len(turn.observed) + len(turn.sampled) for turn in turns) for turns in self.episodes]
+        return prompt * (prompt + 1) // 2 + sum(n * prompt + n * (n + 1) // 2 for n in lengths)
+
+    @property
     def turns(self) -> int:
         """Sampled turns."""
         return sum(map(len, self.episodes))

@@ -174,16 +174,16 @@ class ComputedTimes:
     def step(self) -> ComputedSteps:
         return ComputedSteps(self.machines, self.model)
 
-    def learn(self, tokens: int, episodes: int) -> float:
+    def learn(self, tokens: int, episodes: int, pairs: int) -> float:
         """Return the seconds of an update; `tokens` are those of one copy of the model."""
         card, model = self.machines.card, self.model
-        computed = PASSES_PER_UPDATE * self.forward(tokens)
+        computed = PASSES_PER_UPDATE * self.forward(tokens, pairs)
         update = TRAINING_BYTES * model.parameters / (ACHIEVED_BANDWIDTH * card.bandwidth * self.learners)
         share = 2 * (self.learners - 1) / self.learners
         return computed + update + share * VALUE_BYTES * model.parameters / card.link
 
-    def forward(self, tokens: int) -> float:
-        """Return the seconds of a pass without gradients."""
+    def forward(self, tokens: int, pairs: int) -> float:
+        """Return the seconds of a pass without gradients over episodes of `length` tokens."""
         flops = self.model.training_flops(max(1, self.length)) * tokens / PASSES_PER_UPDATE
         return flops / (ACHIEVED_TRAINING * self.machines.card.flops * self.machines.cards_per_model)
 

@@ -182,17 +182,21 @@ class Simulation:
     def learning_seconds(self, groups: Sequence[GroupShape]) -> float:
         """Return the seconds of the updates of a step, on the groups that have a gradient."""
         plan = self.plan
-        tokens = sum(group.fed for group in groups if group.live)
+        live = [group for group in groups if group.live]
         episodes = sum(len(group.episodes) for group in groups)
         share = plan.ranks * plan.updates
-        once = self.times.learn(-(-tokens // share), -(-episodes // share))
-        fed = sum(group.fed for group in groups)
-        return plan.updates * plan.epochs * once + plan.forward * self.times.forward(-(-fed // plan.ranks))
+        counts = sum(group.fed for group in live), episodes, sum(group.pairs for group in live)
+        once = self.times.learn(*(-(-count // share) for count in counts))
+        return plan.updates * plan.epochs * once + plan.forward * self.forward_seconds(groups) / plan.ranks
+
+    def forward_seconds(self, groups: Sequence[GroupShape]) -> float:
+        """Return the seconds of a pass without gradients over the groups."""
+        return self.times.forward(sum(group.fed for group in groups), sum(group.pairs for group in groups))
 
     def recording_seconds(self, groups: Sequence[GroupShape]) -> float:
         """Return the seconds of the rest of a step."""
         fed, answers = sum(group.fed for group in groups), sum(group.turns for group in groups)
-        watching = self.times.forward(fed) if self.plan.watched else 0.0
+        watching = self.forward_seconds(groups) if self.plan.watched else 0.0
         return self.times.record(fed, answers, sum(len(group.episodes) for group in groups)) + watching
 
     def count_tokens(self, groups: Sequence[GroupShape]) -> int:

@@ -15,7 +15,8 @@ from perilune.simulate.step_cost import FEATURE_NAMES, StepCost, StepTimes
 
 COEFFICIENTS_FILE = "simulation.json"  # in the home
 PASSES_PER_UPDATE = 3  # an update takes as long as three forward passes: its backward pass takes two
-MEASURED_PACKAGES = ("engine", "learn", "models", "rollout")  # packages whose code the coefficients depend on
+# packages whose code the coefficients depend on
+MEASURED_PACKAGES = ("engine", "learn", "models", "rollout", "simulate")
 
 
 class RunTimes(Protocol):
@@ -25,10 +26,10 @@ class RunTimes(Protocol):
     def step(self) -> StepTimes:
         """The time of an engine step."""
 
-    def learn(self, tokens: int, episodes: int) -> float:
-        """Return the time of an update."""
+    def learn(self, tokens: int, episodes: int, pairs: int) -> float:
+        """Return the time of an update. `pairs` as in `GroupShape.pairs`."""
 
-    def forward(self, tokens: int) -> float:
+    def forward(self, tokens: int, pairs: int) -> float:
         """Return the time of a pass without gradients."""
 
     def record(self, tokens: int, answers: int, episodes: int) -> float:
@@ -60,26 +61,27 @@ class MeasuredTimes:
     """Coefficients that `perilune calibrate` measured.
 
     Attributes:
-        update: constant, and seconds of each token and episode.
+        update: constant, and seconds of each token, episode and pair of a token and a key that it attends to.
         recording: constant, and seconds of each token, answer and episode.
         scoring: constant, and seconds of each answer and episode.
         trial: seconds of each answer and episode in the environments of the calibration, part of scoring.
     """
 
     step: StepCost
-    update: tuple[float, float, float]
+    update: tuple[float, float, float, float]
     recording: tuple[float, float, float, float]
     scoring: tuple[float, float, float]
     publish: float
     start: float
     trial: tuple[float, float]
 
-    def learn(self, tokens: int, episodes: int) -> float:
-        constant, token, episode = self.update
-        return constant + token * tokens + episode * episodes
+    def learn(self, tokens: int, episodes: int, pairs: int) -> float:
+        constant, token, episode, pair = self.update
+        return constant + token * tokens + episode * episodes + pair * pairs
 
-    def forward(self, tokens: int) -> float:
-        return self.update[1] * tokens / PASSES_PER_UPDATE
+    def forward(self, tokens: int, pairs: int) -> float:
+        _, token, _, pair = self.update
+        return (token * tokens + pair * pairs) / PASSES_PER_UPDATE
 
     def record(self, tokens: int, answers: int, episodes: int) -> float:
         constant, token, answer, episode = self.recording

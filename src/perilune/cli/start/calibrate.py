@@ -6,10 +6,10 @@ import json
 import shlex
 import string
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -33,9 +33,50 @@ if TYPE_CHECKING:
 
 ENGINE_SECONDS = 20.0  # seconds to measure the engine
 LARGE_MODEL = 20_000_000  # parameters from which the training steps are smaller
-# Of each stage: the environment, tasks, samples, and most tokens of an answer.
-SHAPES = ((SUMS, 4, 4, 8), (SUMS, 32, 8, 8), (SUMS, 16, 8, 48), (TURNS, 32, 8, 4), (TURNS, 8, 4, 8))
-SMALL_SHAPES = ((SUMS, 2, 2, 8), (SUMS, 8, 4, 8), (SUMS, 4, 4, 32), (TURNS, 4, 4, 8))
+
+
+class Shape(NamedTuple):
+    """An RL stage of the calibration.
+
+    Attributes:
+        longest: most tokens of an answer.
+        system: characters of a system prompt, which every answer attends to.
+    """
+
+    environment: str
+    prompts: int
+    samples: int
+    longest: int
+    system: int = 0
+
+    def stage(self, number: int, steps: int) -> str:
+        """Return the stage as a line of YAML."""
+        system = {
+            "system": "12+34=46 " * (self.system // 9),
+            "system_as": "user",
+        }  # all templates accept this
+        prompting = STOP.get(self.environment, {}) | (system if self.system else {})
+        environment = json.dumps({"id": self.environment, "prompting": prompting})
+        return (
+            f"  - {{name: rl{number}, task: rl, checkpoint: model, environment: {environment},"
+            f" steps: {steps}, prompts: {self.prompts}, samples: {self.samples},"
+            f" max_tokens: {self.longest}}}\n"
+        )
+
+
+SHAPES: tuple[Shape, ...] = (
+    *(
+        Shape(SUMS, 4, 4, 8),
+        Shape(SUMS, 32, 8, 8),
+        Shape(SUMS, 16, 8, 48),
+        Shape(SUMS, 16, 8, 48, system=144),
+    ),
+    *(Shape(TURNS, 32, 8, 4), Shape(TURNS, 8, 4, 8)),
+)
+SMALL_SHAPES: tuple[Shape, ...] = (
+    *(Shape(SUMS, 2, 2, 8), Shape(SUMS, 8, 4, 8), Shape(SUMS, 4, 4, 32), Shape(SUMS, 4, 4, 32, system=144)),
+    Shape(TURNS, 4, 4, 8),
+)
 STEPS = 20  # as many as a preflight with all checks needs
 SMALL_STEPS = 8
 RECIPE = f"""name: calibration
@@ -45,10 +86,6 @@ resources: {{resources}}
 stages:
 {{stages}}
 """
-STAGE = (
-    "  - {{name: {name}, task: rl, checkpoint: model, environment: {environment}, steps: {steps},"
-    " prompts: {prompts}, samples: {samples}, max_tokens: {max_tokens}}}\n"
-)
 # A model that was not trained on them rarely ends its answers, so each letter and digit does.
 STOP = {TURNS: {"stop": [*string.ascii_letters, *string.digits]}}
 
@@ -107,7 +144,10 @@ def measure_times(
         publish = _publish_seconds(decoder, clock)
     report("Measuring the learner with a small recipe")
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
-    training = _measure_training(recipe, large=parameters >= LARGE_MODEL)
+    shapes, steps = (SMALL_SHAPES, SMALL_STEPS) if parameters >= LARGE_MODEL else (SHAPES, STEPS)
+    if decoder.config.max_position_embeddings < 512:
+        shapes = tuple(shape for shape in shapes if not shape.system)
+    training = _measure_training(recipe, shapes, steps)
     times = MeasuredTimes(step=step, publish=publish, **training)
     return Calibrated(
         times, model_digest(section), describe_machine(device), engine_digest(), round(time.time(), 3), error
@@ -139,7 +179,7 @@ def _publish_seconds(decoder: Decoder, clock: Callable[[], float]) -> float:
     return clock() - began
 
 
-def _measure_training(recipe: Recipe, *, large: bool) -> dict[str, Any]:
+def _measure_training(recipe: Recipe, shapes: Sequence[Shape], steps: int) -> dict[str, Any]:
     """Return the times of training, from RL stages of several shapes on small sums."""
     from perilune.cli.train.trial import try_environment
     from perilune.models.text.template_facts import recipe_tokenizer
@@ -148,17 +188,7 @@ def _measure_training(recipe: Recipe, *, large: bool) -> dict[str, Any]:
     assert recipe.model is not None
     section = recipe.model.model_dump(mode="json", exclude_none=True)
     resources = recipe.resources.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    stages = "".join(
-        STAGE.format(
-            name=f"rl{number}",
-            environment=json.dumps({"id": environment, "prompting": STOP.get(environment)}),
-            steps=SMALL_STEPS if large else STEPS,
-            prompts=prompts,
-            samples=samples,
-            max_tokens=longest,
-        )
-        for number, (environment, prompts, samples, longest) in enumerate(SMALL_SHAPES if large else SHAPES)
-    )
+    stages = "".join(shape.stage(number, steps) for number, shape in enumerate(shapes))
     text = RECIPE.format(model=json.dumps(section), resources=json.dumps(resources), stages=stages)
     with run_on_sums(text) as document:
         folders = [Path(bundle) / "artifacts" for bundle in document["bundles"].values()]
@@ -175,12 +205,13 @@ def _measure_training(recipe: Recipe, *, large: bool) -> dict[str, Any]:
 def describe(found: Calibrated) -> list[str]:
     """Describe the coefficients in lines of text."""
     times = found.times
-    constant, token, episode = times.update
+    constant, token, episode, pair = times.update
     batch, reply, played = times.scoring
     fixed, each, step, whole = times.recording
     return [
         f"calibrated on {found.machine}; mean error per engine step {found.error:.0%}",
-        f"  an update     {constant:.4g} s, {1e6 * token:.3g} us a token, {1e6 * episode:.3g} us an episode",
+        f"  an update     {constant:.4g} s, {1e6 * token:.3g} us a token and {1e6 * pair:.3g} us a key of it,"
+        f" {1e6 * episode:.3g} us an episode",
         f"  scoring       {batch:.4g} s, {1e6 * reply:.3g} us an answer, {1e6 * played:.3g} us an episode",
         f"  recording     {fixed:.4g} s, {1e6 * each:.3g} us a token, {1e6 * step:.3g} us an answer,"
         f" {1e6 * whole:.3g} us an episode",
