@@ -319,7 +319,7 @@ def test_attempt_copy_rejects_damaged_bundle(bundle: Path, tmp_path: Path) -> No
 
 def test_attempt_copy_rejects_existing_destination(pristine: Path, tmp_path: Path) -> None:
     copy_for_attempt(pristine, tmp_path / "1")
-    with pytest.raises(RequestError, match="the destination exists"):
+    with pytest.raises(RequestError, match="it exists already"):
         copy_for_attempt(pristine, tmp_path / "1")
 
 

@@ -113,7 +113,8 @@ def test_run_waits_for_daily_cap_and_succeeds_despite_failed_cleanup(
     assert control.run(run.id).state == "succeeded"
     with control.store.snapshot() as session:
         states = session.scalars(select(Event.kind).where(Event.kind.startswith("attempt.")))
-        ordered = [kind.removeprefix("attempt.") for kind in states]
+        kinds = [kind.removeprefix("attempt.") for kind in states]
+    ordered = [kind for kind in kinds if kind not in ("unreachable", "reachable")]  # a busy machine
     assert ordered[:4] == ["planned", "provisioning", "staging", "starting"]
 
 
@@ -145,13 +146,13 @@ def test_run_survives_cut_link_and_resumes_after_preemption_notice(
     stage = StageView(run.stage, run.task, run.id, "succeeded", control.directory(run))
     view = ExperimentView("drill", 0, "", (stage,), tuple(attempt_uses(control, [run.id])))
     first, second = list_placements(view)
-    assert (first.placement, first.attempt, first.state) == ("fake:small", 1, "preempted")
-    assert (second.attempt, second.state, second.machines) == (2, "succeeded", 1)
+    assert (first["placement"], first["number"], first["state"]) == ("fake:small", 1, "preempted")
+    assert (second["number"], second["state"], second["machines"]) == (2, "succeeded", 1)
     machines = {machine.epoch: machine for machine in fleet.machines(include_gone=True)}
-    assert (first.cost, second.cost) == (machines[1].cost, machines[2].cost)
+    assert (first["cost"], second["cost"]) == (machines[1].cost, machines[2].cost)
     assert list_facts(view, [], collect_provenance(view, []))[0][:2] == (
         "Cost",
-        f"{first.cost + second.cost:.4f}",
+        f"{first['cost'] + second['cost']:.4f}",
     )
 
 
