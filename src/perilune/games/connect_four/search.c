@@ -32,6 +32,15 @@ static float value_of(int score)
 static int win_now(int count) { return (SQUARES + 1 - count) / 2; }
 static int lose_next(int count) { return -((SQUARES - count) / 2); }
 
+/* Bit c is set if column c contains one of the squares. */
+static uint8_t columns_of(uint64_t squares)
+{
+    uint8_t columns = 0;
+    for (int c = 0; c < COLUMNS; c++)
+        if (squares & column(c)) columns |= (uint8_t)(1 << c);
+    return columns;
+}
+
 /* Set the moves and the bounds of a new node. The bounds are exact if the game is over or the next two moves decide it.
  * Moves that let the opponent win with the reply are left out. */
 static void set_up(const struct forest *f, int64_t node)
@@ -46,13 +55,12 @@ static void set_up(const struct forest *f, int64_t node)
     else if (completing(own, stones) & squares) lower = upper = win_now(count);
     else if (!safe) upper = lower;
     else lower = lose_next(count + 2);
-    f->moves[node] = 0;
-    for (int c = 0; c < COLUMNS; c++) f->moves[node] |= (uint8_t)((safe & column(c) ? 1 : 0) << c);
+    f->moves[node] = columns_of(safe);
     f->lower[node] = (int8_t)lower, f->upper[node] = (int8_t)upper;
     f->values[node] = value_of(lower); /* the network's value replaces it unless the node is solved */
 }
 
-/* Set bounds of a node from those of its children (Cazenave and Saffidine, "Score bounded Monte-Carlo tree search",
+/* Set the bounds of a node from those of its children (Cazenave and Saffidine, "Score bounded Monte-Carlo tree search",
  * Computers and Games 2010). */
 static void narrow_bounds(const struct forest *f, int64_t first, int64_t node)
 {
@@ -98,16 +106,15 @@ static int chosen_column(const struct forest *f, int64_t first, int64_t node, fl
     return best;
 }
 
-/* Set up the roots, in which all possible moves are searched that do not lose at once, or else all. */
+/* Set up the roots. They have no exact bounds, because they are searched to find the best move: among the moves that
+ * do not lose at once, or among all if the next two moves decide the game. */
 void perilune_four_begin(struct forest *f)
 {
     for (int64_t t = 0; t < f->trees; t++) {
         int64_t root = t * f->nodes;
-        uint64_t squares = (f->stones[root] + BOTTOM) & BOARD;
-        set_up(f, root);
         int count = stones_of(f->stones[root]);
-        for (int c = 0; c < COLUMNS && f->lower[root] == f->upper[root]; c++)
-            f->moves[root] |= (uint8_t)((squares & column(c) ? 1 : 0) << c);
+        set_up(f, root);
+        if (f->lower[root] == f->upper[root]) f->moves[root] = columns_of((f->stones[root] + BOTTOM) & BOARD);
         f->lower[root] = (int8_t)lose_next(count), f->upper[root] = (int8_t)win_now(count);
     }
 }

@@ -47,8 +47,8 @@ class SearchResult:
 
     Attributes:
         visits: int32[N, 7], simulations that began with each column.
-        values: float32[N, 7], their mean outcome for the player to move, within the proven bounds; the
-            position's value for columns without simulations.
+        values: float32[N, 7], their mean outcome for the player to move, within the proven bounds; for
+            columns without simulations, that of all simulations.
         candidates: bool[N, 7], legal columns that are not proven to be worse than another, at least one.
         logprobs: float32[N, 7], of the network.
     """
@@ -118,16 +118,14 @@ def search(network: Network, boards: Boards, simulations: int) -> SearchResult:
             root_logprobs = logprobs
         priors = np.exp(logprobs)
         _load_function("absorb")(byref(forest), node, priors.ctypes.data, values.ctypes.data)
-    return _summarize(boards, arrays, root_logprobs)
+    return _summarize(arrays, root_logprobs)
 
 
-def _summarize(
-    boards: Boards, arrays: dict[str, NDArray[Any]], logprobs: NDArray[np.float32]
-) -> SearchResult:
+def _summarize(arrays: dict[str, NDArray[Any]], logprobs: NDArray[np.float32]) -> SearchResult:
     visits, totals = arrays["visits"][:, 0], arrays["totals"][:, 0]
     searched = np.unpackbits(arrays["moves"][:, :1], axis=1, count=COLUMNS, bitorder="little").view(np.bool_)
     # A move has the bounds of its node, with the sides exchanged. A move without a node has none of its own.
-    rows, children = np.arange(len(boards))[:, None], arrays["children"][:, 0]
+    rows, children = np.arange(len(visits))[:, None], arrays["children"][:, 0]
     lower = np.where(children > 0, -arrays["upper"][rows, children], MIN_SCORE)
     upper = np.where(children > 0, -arrays["lower"][rows, children], arrays["upper"][:, :1])
     best = np.where(searched, lower, -128).max(axis=1, keepdims=True)

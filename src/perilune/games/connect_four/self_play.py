@@ -26,7 +26,7 @@ from perilune.games.connect_four.network import Floats, Network, evaluate_boards
 from perilune.games.connect_four.search import search
 
 _OPENING_SETS = 4  # sets of openings per batch; a game restarts from its opening of the current set
-VALUE_SCALE = 20.0  # weight of the search's values in the policy that the network learns
+_VALUE_SCALE = 20.0  # weight of the search's values in the policy that the network learns
 _DRAWS_PER_MOVE = 2  # random numbers per move: the column, and whether to mirror the board
 
 
@@ -108,7 +108,7 @@ class SelfPlay:
         """Return log-probabilities of the columns, and values, from the network or the search."""
         if not self._simulations:
             return evaluate_boards(network, boards)
-        return search(network, boards, self._simulations).improve(VALUE_SCALE)
+        return search(network, boards, self._simulations).improve(_VALUE_SCALE)
 
     def _draw_openings(self, count: int, step: int) -> Boards:
         """Return boards after random moves, skipping moves that would end the game."""
