@@ -40,22 +40,18 @@ class Shape(NamedTuple):
 
     Attributes:
         longest: most tokens of an answer.
-        system: characters of a system prompt, which every answer attends to.
+        long_prompt: whether each answer attends to `LONG_PROMPT`.
     """
 
     environment: str
     prompts: int
     samples: int
     longest: int
-    system: int = 0
+    long_prompt: bool = False
 
     def stage(self, number: int, steps: int) -> str:
         """Return the stage as a line of YAML."""
-        system = {
-            "system": "12+34=46 " * (self.system // 9),
-            "system_as": "user",
-        }  # all templates accept this
-        prompting = STOP.get(self.environment, {}) | (system if self.system else {})
+        prompting = STOP.get(self.environment, {}) | (LONG_PROMPT if self.long_prompt else {})
         environment = json.dumps({"id": self.environment, "prompting": prompting})
         return (
             f"  - {{name: rl{number}, task: rl, checkpoint: model, environment: {environment},"
@@ -65,18 +61,23 @@ class Shape(NamedTuple):
 
 
 SHAPES: tuple[Shape, ...] = (
-    *(
-        Shape(SUMS, 4, 4, 8),
-        Shape(SUMS, 32, 8, 8),
-        Shape(SUMS, 16, 8, 48),
-        Shape(SUMS, 16, 8, 48, system=144),
-    ),
-    *(Shape(TURNS, 32, 8, 4), Shape(TURNS, 8, 4, 8)),
+    Shape(SUMS, 4, 4, 8),
+    Shape(SUMS, 32, 8, 8),
+    Shape(SUMS, 16, 8, 48),
+    Shape(SUMS, 16, 8, 48, long_prompt=True),
+    Shape(TURNS, 32, 8, 4),
+    Shape(TURNS, 8, 4, 8),
 )
 SMALL_SHAPES: tuple[Shape, ...] = (
-    *(Shape(SUMS, 2, 2, 8), Shape(SUMS, 8, 4, 8), Shape(SUMS, 4, 4, 32), Shape(SUMS, 4, 4, 32, system=144)),
+    Shape(SUMS, 2, 2, 8),
+    Shape(SUMS, 8, 4, 8),
+    Shape(SUMS, 4, 4, 32),
+    Shape(SUMS, 4, 4, 32, long_prompt=True),
     Shape(TURNS, 4, 4, 8),
 )
+# A system prompt of 144 characters. All templates accept it as a part of the first question.
+LONG_PROMPT = {"system": "12+34=46 " * 16, "system_as": "user"}
+LONG_PROMPT_POSITIONS = 512  # of a model that has room for it and the answer
 STEPS = 20  # as many as a preflight with all checks needs
 SMALL_STEPS = 8
 RECIPE = f"""name: calibration
@@ -145,8 +146,8 @@ def measure_times(
     report("Measuring the learner with a small recipe")
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
     shapes, steps = (SMALL_SHAPES, SMALL_STEPS) if parameters >= LARGE_MODEL else (SHAPES, STEPS)
-    if decoder.config.max_position_embeddings < 512:
-        shapes = tuple(shape for shape in shapes if not shape.system)
+    if decoder.config.max_position_embeddings < LONG_PROMPT_POSITIONS:
+        shapes = tuple(shape for shape in shapes if not shape.long_prompt)
     training = _measure_training(recipe, shapes, steps)
     times = MeasuredTimes(step=step, publish=publish, **training)
     return Calibrated(
@@ -210,8 +211,8 @@ def describe(found: Calibrated) -> list[str]:
     fixed, each, step, whole = times.recording
     return [
         f"calibrated on {found.machine}; mean error per engine step {found.error:.0%}",
-        f"  an update     {constant:.4g} s, {1e6 * token:.3g} us a token and {1e6 * pair:.3g} us a key of it,"
-        f" {1e6 * episode:.3g} us an episode",
+        f"  an update     {constant:.4g} s, {1e6 * token:.3g} us a token,"
+        f" {1e6 * pair:.3g} us a key that it attends to, {1e6 * episode:.3g} us an episode",
         f"  scoring       {batch:.4g} s, {1e6 * reply:.3g} us an answer, {1e6 * played:.3g} us an episode",
         f"  recording     {fixed:.4g} s, {1e6 * each:.3g} us a token, {1e6 * step:.3g} us an answer,"
         f" {1e6 * whole:.3g} us an episode",
