@@ -1,7 +1,6 @@
 """`perilune data`: generate, inspect, filter and convert records; inspect episodes."""
 
 from collections.abc import Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -125,8 +124,9 @@ def filter_records(
     echo(f"{report['read']:,} records read, {kept}")
     for reason, count in report["rejected"].items():
         echo(f"  {reason:15} {count:,}")
-    broken = (row for row in read_json_lines(out / "rejected.jsonl") if row["reason"] == "broken")
-    for row in islice(broken, 1):
+    if report["rejected"].get("broken"):
+        rejected = read_json_lines(out / "rejected.jsonl")
+        row = next(row for row in rejected if row["reason"] == "broken")
         echo(f"the first broken row is {row['file']}:{row['line']}: {row['detail']}")
     echo(f"wrote train.jsonl, rejected.jsonl and filter.json to {out}")
 
@@ -150,7 +150,6 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Convert conversations. Rejected rows go to FILE.rejected.jsonl with file, line and reason."""
-
     report = convert_files(files, to, out, ImportDefaults(environment, source, score))
     if as_json:
         print_json(report)
