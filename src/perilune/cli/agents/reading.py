@@ -72,7 +72,6 @@ class Reader:
         With `experiment`: also the model, run ids, seconds, all final figures, and `change`, the gain in
         pass@1 over the checkpoint that training started from, paired by task.
         """
-
         control = self.control
         ids = find_experiments(control, experiment) if experiment else latest_experiments(control, last)
         groups = group_stage_statuses(control, ids)
@@ -90,7 +89,6 @@ class Reader:
 
         `settings.spec` has the algorithm, lr and so on, `summary.forgetting` the change on other tasks.
         """
-
         document: dict[str, Any] = _compact(show_document(self.control, run))
         return document
 
@@ -98,7 +96,6 @@ class Reader:
         self, target: Annotated[str, Field(description=f"{RUN_HELP} Or an experiment.")]
     ) -> dict[str, Any]:
         """Explain the state of a run: its cause (of a failure, too), what happens next, and what to do."""
-
         return explanation_document(*explain_target(self.control, target))
 
     def compare(
@@ -124,7 +121,6 @@ class Reader:
         Experiments that differ only in their seed are one arm. `conclusion` states what the paired test over
         seeds shows; with fewer than three common seeds no claim is made.
         """
-
         return comparison_document(compare_targets(self.control, targets, metric or None, baseline))
 
     def change(self, before: Target, after: Target) -> dict[str, Any]:
@@ -132,7 +128,6 @@ class Reader:
 
         `tasks` counts the common tasks. Settings that differ, and so may explain the change, are listed.
         """
-
         (first, old), (second, new) = self._find(before), self._find(after)
         for run, attempt in ((before, old), (after, new)):
             if attempt.summary.get("kind") != "evaluation":
@@ -219,7 +214,6 @@ class Reader:
         last: Annotated[int, Field(ge=1, le=1000, description="Number of lines, the last ones.")] = 40,
     ) -> dict[str, Any]:
         """The end of the log of a run."""
-
         identity, _ = self._find(run)
         lines = "".join(stream_log(self.control, identity["run"])).splitlines()
         return {**identity, "lines": len(lines), "text": "\n".join(lines[-last:])}
@@ -304,7 +298,6 @@ def _experiment(stages: Sequence[StageStatus]) -> dict[str, Any]:
 
 def _details(control: Control, stages: Sequence[StageStatus]) -> dict[str, Any]:
     """Return the model of an experiment, and all figures of its stages with their changes."""
-
     rows = {stage.name: _stage(stage) for stage in stages}
     try:
         recipe = read_recipe(control, stages[0].experiment_id)

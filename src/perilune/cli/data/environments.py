@@ -63,7 +63,6 @@ def list_environments(
     as_json: Json = False,
 ) -> None:
     """List environments; with NAME or --json, also their families and games."""
-
     rows = []
     for identifier in environment_ids() if name is None else (name,):
         try:

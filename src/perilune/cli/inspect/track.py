@@ -68,7 +68,6 @@ def track(
 
 def _copy(control: Control, run: Run, sink: Sink, *, follow: bool) -> int:
     """Copy steps until there are no more; returns their number."""
-
     trail, steps = FigureReader(sink.after), 0
     while True:
         run = control.run(run.id)

@@ -273,7 +273,6 @@ def panic(
 
 def warn_about_cleanup(control: Control) -> None:
     """Warn on stderr about machines and attempts that are not proven to have stopped, and about errors."""
-
     warn_about_machines(control)
     for attempt in control.reconciler.unclean_attempts():
         stopped = attempt.state != AttemptState.LOST

@@ -318,7 +318,6 @@ def measure_overhead() -> Overhead:
     Raises:
         WorkFailedError: when the recipe fails.
     """
-
     with run_on_sums(RECIPE) as document:
         scorer = _scorer_start_seconds(SECTION)
         took = {stage["name"]: stage["seconds"] for stage in document["stages"]}

@@ -220,5 +220,4 @@ def _count_held_out(environment: dict[str, Any]) -> int:
 
 def _check(text: str, path: Path) -> None:
     """Raise the error that `perilune run --plan` would raise."""
-
     derive_plans(resolve(parse_yaml(text, str(path)), path.parent))

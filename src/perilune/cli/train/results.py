@@ -199,7 +199,6 @@ def paired_change(before: Mapping[str, Any], after: Mapping[str, Any], seed: int
 
 def _pass_rates(summary: Mapping[str, Any], k: int) -> dict[str, float]:
     """Return the estimate of pass@k of each task with at least k scored answers."""
-
     rows = [row for row in summary["correct_per_task"] if row[1] >= k]
     return {task: right / n if k == 1 else pass_at_k(n, right, k) for task, n, right in rows}
 
@@ -242,7 +241,6 @@ def _print_estimates(console: Console, stages: Sequence[Mapping[str, Any]]) -> N
 
 def _print_training(console: Console, document: Mapping[str, Any]) -> None:
     """Print the figures of the stages whose checkpoint no stage evaluates."""
-
     evaluated = {evaluation["checkpoint"] for evaluation in document["evaluations"]}
     for stage in document["training"]:
         if stage["stage"] not in evaluated and (sentence := describe_training(stage)):
