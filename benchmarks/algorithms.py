@@ -183,16 +183,18 @@ def measured(
 def branch(first: Mapping[str, Any], keys: Mapping[str, Any], folder: Path) -> dict[str, dict[str, Any]]:
     """Run the jobs of the stages `rl` and `after_rl` again in this process, with other keys."""
     climb, answers = folder / "rl", folder / "after_rl"
-    rerun(first["rl"]["folder"], climb, keys, first["rl"]["folder"] / "inputs" / "checkpoint")
+    rerun(first["rl"]["folder"], climb, keys)
     rerun(first["after_rl"]["folder"], answers, {}, climb / "artifacts" / "checkpoints" / "final")
     return {"rl": evidence(climb), "after_rl": evidence(answers)}
 
 
-def rerun(bundle: Path, folder: Path, keys: Mapping[str, Any], checkpoint: Path) -> None:
-    """Run a bundle's job with some keys replaced, from another checkpoint."""
+def rerun(bundle: Path, folder: Path, keys: Mapping[str, Any], checkpoint: Path | None = None) -> None:
+    """Run a bundle's job with some keys replaced, and from another checkpoint if one is given."""
     job = read_json(bundle / "job.json")
     (folder / "inputs").mkdir(parents=True)
-    (folder / "inputs" / "checkpoint").symlink_to(checkpoint.resolve())
+    for link in (bundle / "inputs").iterdir():
+        source = checkpoint if checkpoint and link.name == "checkpoint" else link
+        (folder / "inputs" / link.name).symlink_to(source.resolve())
     (folder / "job.json").write_text(json.dumps({**job, "spec": {**job["spec"], **keys}}), encoding="utf-8")
     with (folder / "log.txt").open("w") as log, redirect_stdout(log):
         run_task(folder)
