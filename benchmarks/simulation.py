@@ -7,14 +7,14 @@ equal length, but the workloads and recipes differ from them. The speed of a sha
 minutes. So the engine is calibrated before the workloads run and again after them, and the simulation uses
 the mean. Each simulation uses the tokens of the real run.
 Run the benchmark on an idle machine, or in front of everything else: `chrt --rr 1 python ...`. It takes about
-13 minutes. Writes results/simulation.json.
+25 minutes. Writes results/simulation.json.
 """
 
 import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -40,6 +40,7 @@ from recipe_runs import HERE, described, document, write
 FULL = PRESETS["tiny"]
 WINDOWS = FULL.replace(architecture="gemma3_text", windows=(64, 64, None))
 REPEATS = 5  # real runs of a workload, of which the median counts
+STAGE_REPEATS = 3  # of an RL stage
 SLOTS, ROOM = 64, 64 * 320
 ENGINE_SIZE = {"slots": SLOTS, "cache_tokens": ROOM}
 LOADS = (0.5, 0.8, 0.95)  # of the requests that the engine can finish in a second
@@ -420,54 +421,92 @@ def recipes(home: Path, names: Sequence[str]) -> Iterator[dict[str, Any]]:
             row["stage"]: row["seconds"]
             for row in command(home, "simulate", path, *changes, *guess)["stages"]
         }
-        ran = command(home, "run", path, *changes)
-        for stage in ran["stages"]:
-            if stage["task"] == "rl":
-                artifacts = Path(ran["bundles"][stage["name"]]) / "artifacts"
-                row = stage_row(home, (name, path, changes), stage, artifacts)
-                error = 100 * (guessed[stage["name"]] / stage["seconds"] - 1)
-                yield row | {"error before any run, %": round(error, 1)}
+        runs = [
+            command(home, "run", path, *changes, *measured_again(number, guessed))
+            for number in range(STAGE_REPEATS)
+        ]
+        for stage, guess_seconds in guessed.items():
+            row = stage_row(
+                home, (name, path, changes), stage, [MeasuredStage.of(run, stage) for run in runs]
+            )
+            error = 100 * (guess_seconds / row["measured seconds"] - 1)
+            yield row | {"error before any run, %": round(error, 1)}
+
+
+def measured_again(number: int, stages: Iterable[str]) -> list[str]:
+    """Changes of a recipe that make `run` repeat its RL stages, and leave their work as it is."""
+    return [word for stage in stages for word in ("--set", f"{stage}.keep.last={1 + number}")]
+
+
+@dataclass(frozen=True)
+class MeasuredStage:
+    """A real run of a stage.
+
+    Attributes:
+        parts: seconds of each part of the steps after the first ones, which allocate memory.
+        rest: seconds outside the steps: the beginning and the end of the stage.
+    """
+
+    seconds: float
+    artifacts: Path
+    parts: Mapping[str, float]
+    rest: float
+    steps: int
+
+    @classmethod
+    def of(cls, ran: Mapping[str, Any], name: str) -> "MeasuredStage":
+        """The stage of a run, given the output of the command."""
+        (seconds,) = (stage["seconds"] for stage in ran["stages"] if stage["name"] == name)
+        artifacts = Path(ran["bundles"][name]) / "artifacts"
+        lines = list(read_json_lines(artifacts / "timings.jsonl"))
+        return cls(seconds, artifacts, part_sums(lines), outside_steps(seconds, lines), len(lines))
+
+
+def part_sums(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds of each part of the steps, without the first ones: the start of a stage has their excess."""
+    return {part: sum(line.get(part, 0.0) for line in lines[WARMUP_STEPS:]) for part in STEP_PARTS}
+
+
+def outside_steps(seconds: float, lines: Sequence[Mapping[str, Any]]) -> float:
+    return seconds - sum(line.get(part, 0.0) for line in lines for part in STEP_PARTS)
 
 
 def stage_row(
-    home: Path, recipe: tuple[str, str, list[str]], stage: dict[str, Any], artifacts: Path
+    home: Path, recipe: tuple[str, str, list[str]], stage: str, real: Sequence[MeasuredStage]
 ) -> dict[str, Any]:
-    """The measured and the predicted times of a stage."""
+    """The measured and the predicted times of a stage. Of several runs, the medians count."""
     name, path, changes = recipe
+    artifacts = real[0].artifacts
     words = ["simulate", path, *changes, "--episodes", str(artifacts / "episodes")]
     words += WAIT if name == "asynchronous" else ()
     began = time.monotonic()
     stages = command(home, *words)["stages"]
     elapsed = time.monotonic() - began
-    (predicted,) = (row for row in stages if row["stage"] == stage["name"])
-    lines, metrics = (list(read_json_lines(artifacts / f"{name}.jsonl")) for name in ("timings", "metrics"))
-
-    def error(part: str) -> float:
-        """Without the first steps, which allocate memory: the start of a stage has their excess."""
-        predicted_sum, measured_sum = (
-            sum(line.get(part, 0.0) for line in rows[WARMUP_STEPS:]) for rows in (predicted["steps"], lines)
-        )
-        return 100 * (predicted_sum / measured_sum - 1)
-
-    def rest(seconds: float, rows: Sequence[dict[str, Any]]) -> float:
-        """Seconds outside the steps: the beginning and the end of the stage."""
-        return seconds - sum(row.get(part, 0.0) for row in rows for part in STEP_PARTS)
-
+    (predicted,) = (row for row in stages if row["stage"] == stage)
+    seconds = [run.seconds for run in real]
+    parts = part_sums(predicted["steps"])
+    errors = {
+        part: 100 * (parts[part] / spent - 1)
+        for part in STEP_PARTS
+        if (spent := median(run.parts[part] for run in real))
+    }
     row = {
-        "recipe": f"{name}/{stage['name']}",
-        "steps": len(lines),
-        "measured seconds": stage["seconds"],
+        "recipe": f"{name}/{stage}",
+        "steps": real[0].steps,
+        "measured seconds": median(seconds),
         "predicted seconds": predicted["seconds"],
-        "error, %": 100 * (predicted["seconds"] / stage["seconds"] - 1),
-        "error of sampling, %": error("sampling"),
-        "error of learning, %": error("learning"),
-        "beginning and end, measured seconds": rest(stage["seconds"], lines),
-        "beginning and end, predicted seconds": rest(predicted["seconds"], predicted["steps"]),
-        "mean age, measured, updates": fmean(line["staleness"] for line in metrics),
+        "error, %": 100 * (predicted["seconds"] / median(seconds) - 1),
+        "spread of real runs, %": 100 * (max(seconds) - min(seconds)) / median(seconds),
+        **{f"error of {part}, %": error for part, error in errors.items()},
+        "beginning and end, measured seconds": median(run.rest for run in real),
+        "beginning and end, predicted seconds": outside_steps(predicted["seconds"], predicted["steps"]),
+        "mean age, measured, updates": fmean(
+            line["staleness"] for line in read_json_lines(artifacts / "metrics.jsonl")
+        ),
         "mean age, predicted, updates": predicted["mean_age"],
         "seconds of the command": elapsed,
     }
-    print(row, {part: error(part) for part in STEP_PARTS if lines[0].get(part)}, flush=True)
+    print(row, flush=True)
     return rounded(row)
 
 
