@@ -1,6 +1,8 @@
 """Time and memory estimates of `perilune run --plan`, and their calibration."""
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +29,7 @@ from perilune.cli.train.estimate import (
 )
 from perilune.cli.train.lengths import ExpectedLengths, _use_last_run
 from perilune.cli.train.plan import print_estimate
-from perilune.cli.train.trial import Lengths, lengths_of_rows
+from perilune.cli.train.trial import Lengths, child_processor_seconds, lengths_of_rows
 from perilune.cli.train.work import count_work
 from perilune.control.runs.experiments import Control
 from perilune.control.runs.templates import Template
@@ -169,6 +171,16 @@ def test_lengths_of_rows_count_equal_prompts_once() -> None:
     lengths = lengths_of_rows(rows, Tokenizer.characters())
     assert lengths is not None
     assert (lengths.prompt, lengths.distinct, lengths.longest, lengths.fed) == (3.5, 0.25, 9, 5.5)
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel has no schedstat")
+def test_times_of_child_processes_are_finer_than_ticks() -> None:
+    """A tick of the kernel (10 ms) is as long as a hundred episodes."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        time.sleep(0.2)
+        spent = child_processor_seconds()
+        child.communicate(b"\n")
+    assert 0 < spent < 5 and abs(spent - round(spent, 2)) > 1e-6
 
 
 def test_estimate_takes_lengths_from_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from perilune.cli.train.simulate import chrome_trace
 from perilune.data.episode import Episode
 from perilune.data.episodes_file import write_episodes
 from perilune.errors import RequestError
+from perilune.metrics.training import STEP_PARTS
 from perilune.simulate.asynchronous import simulate_run
 from perilune.simulate.calibrate import fit_training
 from perilune.simulate.engine import SimulatedEngine, SimulatedModel
@@ -28,10 +29,11 @@ STEP = StepCost({name: 1e-2 if name == "step" else 1e-6 for name in FEATURE_NAME
 TIMES = MeasuredTimes(
     STEP,
     update=(0.05, 1e-5, 0.0, 2e-8),
-    recording=(0.01, 0.0, 2e-5, 3e-5),
+    recording=(0.01, 2e-7, 2e-5, 3e-5),
     scoring=(7e-3, 8e-5, 4e-5),
     publish=0.01,
     start=1.0,
+    checks=0.5,
     trial=(0.0, 0.0),
 )
 MEANS = {"prompt": 10.0, "sampled": 24.0, "longest": 60.0, "turns": 2.0, "observed": 5.0}
@@ -81,19 +83,30 @@ def test_forward_passes_take_a_third_of_an_update() -> None:
 
 def test_scoring_and_recording_count_turns_and_episodes() -> None:
     episodes, turns = PLAN.prompts * PLAN.samples, int(MEANS["turns"])
-    for step in simulate_run(scenario()).steps:
-        assert step["scoring"] == pytest.approx(7e-3 + episodes * (8e-5 * turns + 4e-5))
-        assert step["other"] == pytest.approx(0.01 + episodes * (2e-5 * turns + 3e-5))
+    groups = scenario().lengths.groups(1, PLAN.prompts, PLAN.samples)
+    tokens = sum(group.fed + (PLAN.samples - 1) * len(group.prompt) for group in groups)
+    step = simulate_run(scenario()).steps[0]
+    assert step["scoring"] == pytest.approx(7e-3 + episodes * (8e-5 * turns + 4e-5))
+    assert step["other"] == pytest.approx(0.01 + 2e-7 * tokens + episodes * (2e-5 * turns + 3e-5))
+
+
+def test_long_runs_begin_after_their_checks() -> None:
+    for plan in (PLAN, ahead(1)):
+        plain, checked = (simulate_run(scenario(replace(plan, checked=checked))) for checked in (False, True))
+        assert checked.start - plain.start == pytest.approx(TIMES.checks)
+        assert checked.seconds - plain.seconds == pytest.approx(TIMES.checks)
 
 
 def test_training_times_are_fitted_to_recorded_stages(tmp_path: Path) -> None:
     """Stages whose times are known functions of their counts."""
-    folders = []
+    folders, seconds = [], []
     for number, (groups, turns) in enumerate([(1, 1), (16, 1), (8, 2), (16, 3), (2, 4)]):
         folder = tmp_path / str(number)
         (folder / "episodes").mkdir(parents=True)
         lines = []
-        for step in range(1, 6):
+        steps = 20 if number == 1 else 5  # the second stage has the checks of a long run
+        seconds.append(TIMES.start + TIMES.checks * (number == 1))
+        for step in range(1, steps + 1):
             episodes = [recorded(step, task, turns) for task in range(2 * groups)]
             write_episodes(folder / "episodes" / f"step-{step:06d}.parquet", episodes)
             lengths = [len(item.token_ids) for item in episodes]
@@ -104,14 +117,17 @@ def test_training_times_are_fitted_to_recorded_stages(tmp_path: Path) -> None:
                 "sampling": 0.5,
                 "scoring": TIMES.batch + count * (TIMES.answer * turns + TIMES.episode),
                 "learning": TIMES.learn(fed, count, pairs),
-                "other": TIMES.record(fed, count * turns, count),
+                "other": TIMES.record(fed + 2 * groups, count * turns, count),
             }
+            seconds[-1] += sum(line[part] for part in STEP_PARTS if part in line)
             lines.append(json.dumps(line) + "\n")
         (folder / "timings.jsonl").write_text("".join(lines))
         folders.append(folder)
-    fitted = fit_training(folders, [10.0] * len(folders))
+    fitted = fit_training(folders, seconds)
     for part in ("update", "recording", "scoring"):
         assert getattr(fitted, part) == pytest.approx(getattr(TIMES, part), rel=1e-3, abs=1e-9)
+    assert fitted.start == pytest.approx(TIMES.start, rel=0.02)
+    assert fitted.checks == pytest.approx(TIMES.checks, rel=0.02)
 
 
 def sum_of(steps: list[dict[str, float]]) -> float:

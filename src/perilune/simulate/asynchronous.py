@@ -41,7 +41,7 @@ class AsynchronousRun(Simulation):
 
     def run(self) -> RunResult:
         """Simulate the stage."""
-        begin = self.result.start = self.times.start
+        begin = self.result.start = self.start_seconds()
         self.now = begin + self.evaluate(0, begin)
         for worker in self.workers:
             self.schedule(begin + self.times.start + self._environments_start(), worker.start)

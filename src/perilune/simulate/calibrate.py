@@ -18,6 +18,7 @@ from perilune.models.decoder import Decoder
 from perilune.simulate.episodes import GroupShape
 from perilune.simulate.recording import RecordedEngine
 from perilune.simulate.step_cost import StepCost, StepWork, fit_relative, fit_step_cost
+from perilune.tasks.checks.preflight import MIN_LONG_RUN_STEPS
 
 Clock = Callable[[], float]
 
@@ -108,10 +109,14 @@ class TrainingTimes:
     recording: tuple[float, float, float, float]
     scoring: tuple[float, float, float]
     start: float
+    checks: float
 
 
 def fit_training(folders: Sequence[Path], seconds: Sequence[float]) -> TrainingTimes:
-    """Fit the times of training steps to the artifacts of finished RL stages and the seconds of each."""
+    """Fit the times of training steps to the artifacts of finished RL stages and the seconds of each.
+
+    At least one stage has the checks of a long run, and at least one has not.
+    """
     lines = [list(_read_steps(folder)) for folder in folders]
     warm = [line for stage in lines for line in stage[WARMUP_STEPS:]]
 
@@ -119,18 +124,20 @@ def fit_training(folders: Sequence[Path], seconds: Sequence[float]) -> TrainingT
         features = np.array([[1.0, *(line[name] for name in names)] for line in warm])
         return list(map(float, fit_relative(features, np.array([line[part] for line in warm]))))
 
-    starts = []
+    starts: dict[bool, list[float]] = {True: [], False: []}  # by whether the stage was checked
     for stage, total in zip(lines, seconds, strict=True):
         typical = sum(median(line[part] for line in stage[WARMUP_STEPS:]) for part in STEP_PARTS)
-        starts.append(total - len(stage) * typical)
+        starts[len(stage) >= MIN_LONG_RUN_STEPS].append(total - len(stage) * typical)
+    start, checked = median(starts[False]), median(starts[True])
     learned = coefficients("learning", "tokens", "episodes", "pairs")
     batch, answer, episode = coefficients("scoring", "answers", "episodes")
-    recorded = coefficients("other", "fed", "answers", "episodes")
+    recorded = coefficients("other", "recorded", "answers", "episodes")
     return TrainingTimes(
         (learned[0], learned[1], learned[2], learned[3]),
         (recorded[0], recorded[1], recorded[2], recorded[3]),
         (batch, answer, episode),
-        median(starts),
+        start,
+        max(0.0, checked - start),
     )
 
 
@@ -146,7 +153,7 @@ def _read_steps(folder: Path) -> Iterator[Mapping[str, Any]]:
             **line,
             "tokens": sum(group.fed for group in live),
             "pairs": sum(group.pairs for group in live),
-            "fed": sum(group.fed for group in groups),
+            "recorded": sum(group.recorded for group in groups),
             "answers": sum(group.turns for group in groups),
             "episodes": len(episodes),
         }

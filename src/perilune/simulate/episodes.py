@@ -55,6 +55,11 @@ class GroupShape:
         return len(self.prompt) + sum(len(turn.observed) + len(turn.sampled) for turn in turns)
 
     @property
+    def recorded(self) -> int:
+        """Tokens of the episodes, each with its prompt."""
+        return self.fed + (len(self.episodes) - 1) * len(self.prompt)
+
+    @property
     def pairs(self) -> int:
         """Pairs of a token that the learner computes and a key that it attends to, with full attention."""
         prompt = len(self.prompt)

@@ -210,6 +210,10 @@ class ComputedTimes:
     def start(self) -> float:
         return START_SECONDS
 
+    @property
+    def checks(self) -> float:
+        return 0.0
+
 
 def cache_tokens(machines: Machines, model: ModelCard) -> int:
     """Return the tokens that fit into the cache next to the weights, for requests of the maximum length.

@@ -22,6 +22,7 @@ class RunPlan:
     Attributes:
         updates: optimizer steps in each training step.
         epochs: passes over the episodes of a training step.
+        checked: whether the stage solves a bandit and audits its reward before the first step.
         forward: passes without gradients over the episodes of a training step, before its updates.
         watched: whether each step computes the log-probs of the initial policy, for the gold score.
         evaluations: steps after which held-out tasks are played; 0 is before the first.
@@ -36,6 +37,7 @@ class RunPlan:
     updates: int = 1
     epochs: int = 1
     forward: int = 0
+    checked: bool = False
     watched: bool = False
     asynchronous: AsynchronousSettings | None = None
     evaluations: tuple[int, ...] = ()
@@ -170,6 +172,10 @@ class Simulation:
             turn += 1
         return sampling, clock.now - began - sampling
 
+    def start_seconds(self) -> float:
+        """Return the seconds until the first step, including those after the last one."""
+        return self.times.start + (self.times.checks if self.plan.checked else 0.0)
+
     def evaluate(self, step: int, now: float) -> float:
         """Play the held-out tasks if they are due after a step; return the seconds."""
         if step not in self.plan.evaluations:
@@ -195,9 +201,9 @@ class Simulation:
 
     def recording_seconds(self, groups: Sequence[GroupShape]) -> float:
         """Return the seconds of the rest of a step."""
-        fed, answers = sum(group.fed for group in groups), sum(group.turns for group in groups)
+        tokens, answers = sum(group.recorded for group in groups), sum(group.turns for group in groups)
         watching = self.forward_seconds(groups) if self.plan.watched else 0.0
-        return self.times.record(fed, answers, sum(len(group.episodes) for group in groups)) + watching
+        return self.times.record(tokens, answers, sum(len(group.episodes) for group in groups)) + watching
 
     def count_tokens(self, groups: Sequence[GroupShape]) -> int:
         """Count the sampled tokens of a step."""
@@ -211,9 +217,9 @@ class SynchronousRun(Simulation):
 
     def run(self) -> RunResult:
         """Simulate the stage."""
-        plan, result, times = self.plan, self.result, self.times
+        plan, result = self.plan, self.result
         engines = [self.make_engine() for _ in range(plan.ranks)]
-        now = result.start = times.start
+        now = result.start = self.start_seconds()
         now += self.evaluate(0, now)
         for step in range(1, plan.steps + 1):
             groups = self.lengths.groups(step, plan.prompts, plan.samples)

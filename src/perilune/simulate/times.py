@@ -53,7 +53,11 @@ class RunTimes(Protocol):
 
     @property
     def start(self) -> float:
-        """Time of the stage before its first step and after its last one."""
+        """Time of the stage before its first step and after its last one, without `checks`."""
+
+    @property
+    def checks(self) -> float:
+        """Time of the checks before a long run: a bandit, and an audit of the reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ class MeasuredTimes:
 
     Attributes:
         update: constant, and seconds of each token, episode and pair of a token and a key that it attends to.
-        recording: constant, and seconds of each token, answer and episode.
+        recording: constant, and seconds of each token of an episode with its prompt, answer and episode.
         scoring: constant, and seconds of each answer and episode.
         trial: seconds of each answer and episode in the environments of the calibration, part of scoring.
     """
@@ -73,6 +77,7 @@ class MeasuredTimes:
     scoring: tuple[float, float, float]
     publish: float
     start: float
+    checks: float
     trial: tuple[float, float]
 
     def learn(self, tokens: int, episodes: int, pairs: int) -> float:

@@ -78,8 +78,7 @@ SMALL_SHAPES: tuple[Shape, ...] = (
 # A system prompt of 144 characters. All templates accept it as a part of the first question.
 LONG_PROMPT = {"system": "12+34=46 " * 16, "system_as": "user"}
 LONG_PROMPT_POSITIONS = 512  # of a model that has room for it and the answer
-STEPS = 20  # as many as a preflight with all checks needs
-SMALL_STEPS = 8
+STEPS, SMALL_STEPS = 19, 8  # of all shapes but the first, which has the checks of a long run
 RECIPE = f"""name: calibration
 model: {{model}}
 environment: {{{{id: "{SUMS}"}}}}
@@ -185,11 +184,14 @@ def _measure_training(recipe: Recipe, shapes: Sequence[Shape], steps: int) -> di
     from perilune.cli.train.trial import try_environment
     from perilune.models.text.template_facts import recipe_tokenizer
     from perilune.simulate.calibrate import fit_training
+    from perilune.tasks.checks.preflight import MIN_LONG_RUN_STEPS
 
     assert recipe.model is not None
     section = recipe.model.model_dump(mode="json", exclude_none=True)
     resources = recipe.resources.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    stages = "".join(shape.stage(number, steps) for number, shape in enumerate(shapes))
+    stages = "".join(
+        shape.stage(number, steps if number else MIN_LONG_RUN_STEPS) for number, shape in enumerate(shapes)
+    )
     text = RECIPE.format(model=json.dumps(section), resources=json.dumps(resources), stages=stages)
     with run_on_sums(text) as document:
         folders = [Path(bundle) / "artifacts" for bundle in document["bundles"].values()]
@@ -217,5 +219,5 @@ def describe(found: Calibrated) -> list[str]:
         f"  recording     {fixed:.4g} s, {1e6 * each:.3g} us a token, {1e6 * step:.3g} us an answer,"
         f" {1e6 * whole:.3g} us an episode",
         f"  new weights   {times.publish:.4g} s",
-        f"  stage start   {times.start:.3g} s",
+        f"  stage start   {times.start:.3g} s, and {times.checks:.3g} s of checks before a long run",
     ]

@@ -25,6 +25,7 @@ from perilune.simulate.episodes import AssumedLengths, Lengths, RecordedLengths
 from perilune.simulate.hardware import ASSUMPTIONS, ComputedTimes, Machines
 from perilune.simulate.run import EnvironmentTimes, RunPlan, RunResult, Scenario
 from perilune.simulate.times import Calibrated, RunTimes, load_coefficients, model_digest
+from perilune.tasks.checks.preflight import MIN_LONG_RUN_STEPS
 from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings
 from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.rl.update import off_policy_settings, required_signals
@@ -136,6 +137,7 @@ class _Simulator:
             spec.epochs_per_batch,
             len(signals) + (spec.epochs_per_batch if spec.kl else 0),
             asynchronous=asynchronous,
+            checked=spec.steps >= MIN_LONG_RUN_STEPS,
             evaluations=tuple(evaluated.steps(spec.steps)) if evaluated else (),
             evaluated=(evaluated.tasks, evaluated.samples) if evaluated else (0, 0),
         )
