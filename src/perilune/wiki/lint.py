@@ -8,6 +8,7 @@ from itertools import combinations
 
 from perilune.errors import RequestError
 from perilune.metrics.across_seeds import MIN_SEEDS
+from perilune.plural import plural
 from perilune.wiki.build import QUESTIONS_FOLDER
 from perilune.wiki.facts import RunFacts
 from perilune.wiki.markdown import (
@@ -38,6 +39,8 @@ _NOT_FIGURES = re.compile(
 )
 _BLANK = re.compile(r"[^\n]")
 _SENTENCE = re.compile(r"[^.!?\n]+(?:[.!?](?!\s)[^.!?\n]*)*[.!?]?|\n")
+
+_Fault = tuple[int, str, str]  # its offset in the page, a message, and a remedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +100,6 @@ class _Page:
                 claims.append((sentence.start(), sentence[0].strip(), inside))
         return claims
 
-    def finding(self, offset: int, code: str, message: str, remedy: str) -> Finding:
-        return Finding(self.path, self.text.count("\n", 0, max(offset, 0)) + 1, code, message, remedy)
-
 
 def lint_wiki(pages: Mapping[str, str], facts: Facts) -> list[Finding]:
     """Return all faults of a wiki, in order of page, line and kind.
@@ -115,166 +115,131 @@ def lint_wiki(pages: Mapping[str, str], facts: Facts) -> list[Finding]:
     findings = []
     for path, text in pages.items():
         page = _Page(path, text, facts, known, linked)
-        findings += [finding for rule in RULES.values() for finding in rule(page)]
+        for code, rule in RULES.items():
+            for offset, message, remedy in rule(page):
+                line = text.count("\n", 0, offset) + 1
+                findings.append(Finding(path, line, code, message, remedy))
     return sorted(findings, key=lambda finding: (finding.page, finding.line, finding.code))
 
 
-def _dead_links(page: _Page) -> Iterator[Finding]:
+def _dead_links(page: _Page) -> Iterator[_Fault]:
     for target, offset in find_links(page.text, page.path):
         if target not in page.known:
-            yield page.finding(
-                offset, "dead-link", f"there is no page '{target}'", "correct the link, or build the wiki"
-            )
+            yield offset, f"there is no page '{target}'", "correct the link, or build the wiki"
 
 
-def _orphans(page: _Page) -> Iterator[Finding]:
+def _orphans(page: _Page) -> Iterator[_Fault]:
     if page.path != "index" and page.path not in page.linked:
         what = (
             "of a run or name that no longer exists"
             if not page.path.startswith(f"{QUESTIONS_FOLDER}/")
             else "that no page links to"
         )
-        yield page.finding(0, "orphan", f"a page {what}", "build the wiki; then link or delete the page")
+        yield 0, f"a page {what}", "build the wiki; then link or delete the page"
 
 
-def _stale_numbers(page: _Page) -> Iterator[Finding]:
+def _stale_numbers(page: _Page) -> Iterator[_Fault]:
     for cite, answer in page.cited:
         if isinstance(answer, Answer) and cite.shown != answer.text and not _is_outdated_best(cite, answer):
             was = "is not filled in" if cite.shown is None else f"says {cite.shown}"
-            yield page.finding(
-                cite.place,
-                "stale-number",
-                f"'{cite.query}' {was}; the evidence says {answer.text}",
-                "perilune wiki build",
-            )
+            message = f"'{cite.query}' {was}; the evidence says {answer.text}"
+            yield cite.place, message, "perilune wiki build"
 
 
-def _outdated_best(page: _Page) -> Iterator[Finding]:
+def _outdated_best(page: _Page) -> Iterator[_Fault]:
     for cite, answer in page.cited:
         if isinstance(answer, Answer) and _is_outdated_best(cite, answer):
-            yield page.finding(
-                cite.place,
-                "outdated-best",
-                f"'{cite.query}' is now {answer.text}",
-                "perilune wiki build, and read the sentence again",
-            )
+            remedy = "perilune wiki build, and read the sentence again"
+            yield cite.place, f"'{cite.query}' is now {answer.text}", remedy
 
 
 def _is_outdated_best(one: Citation, found: Answer) -> bool:
     return found.kind == "best" and one.shown is not None and f"run {found.runs[0].id}" not in one.shown
 
 
-def _bad_queries(page: _Page) -> Iterator[Finding]:
+def _bad_queries(page: _Page) -> Iterator[_Fault]:
     for cite, answer in page.cited:
         if isinstance(answer, RequestError) and all(run.citable for run in page.facts.named(cite.query)):
-            yield page.finding(cite.place, "bad-query", answer.what, answer.remedy or "correct the query")
+            yield cite.place, answer.what, answer.remedy or "correct the query"
 
 
-def _missing_evidence(page: _Page) -> Iterator[Finding]:
+def _missing_evidence(page: _Page) -> Iterator[_Fault]:
     for run, start in page.runs.items():
         if run.is_missing or (start and not run.problem and not run.figures):
             why = run.problem or f"it is {run.state}"
-            yield page.finding(
-                start, "missing-evidence", f"run {run.id} has no evidence: {why}", "cite a run that succeeded"
-            )
+            yield start, f"run {run.id} has no evidence: {why}", "cite a run that succeeded"
 
 
-def _failing_evidence(page: _Page) -> Iterator[Finding]:
+def _failing_evidence(page: _Page) -> Iterator[_Fault]:
     for run, start in page.runs.items():
         if run.problem and not run.is_missing:
-            yield page.finding(
-                start, "failed-evidence", f"run {run.id}: {run.problem}", f"perilune verify {run.id}"
-            )
+            yield start, f"run {run.id}: {run.problem}", f"perilune verify {run.id}"
 
 
-def _superseded_runs(page: _Page) -> Iterator[Finding]:
+def _superseded_runs(page: _Page) -> Iterator[_Fault]:
     start, end = hand_span(page.text)
     for cite, answer in page.cited:
         if not isinstance(answer, Answer) or answer.kind != "run" or not start <= cite.place < end:
             continue
         if answer.runs[0].superseded:
-            what = f"a retry replaced run {answer.runs[0].id}"
-            yield page.finding(cite.place, "superseded-run", what, "cite the newer run")
+            yield cite.place, f"a retry replaced run {answer.runs[0].id}", "cite the newer run"
 
 
-def _one_seed(page: _Page) -> Iterator[Finding]:
+def _few_seeds(page: _Page) -> Iterator[_Fault]:
+    remedy = f"run at least {MIN_SEEDS} seeds, or say what was seen without comparing"
     for offset, _, answers in page.claims:
         for answer in answers:
             seeds = len({run.seed for run in answer.runs})
             if answer.kind in ("mean", "difference", "run") and seeds < MIN_SEEDS:
-                yield page.finding(
-                    offset,
-                    "few-seeds",
-                    f"a claim from {seeds} seed{'s' * (seeds > 1)}",
-                    f"run at least {MIN_SEEDS} seeds, or say what was seen without comparing",
-                )
+                yield offset, f"a claim from {plural(seeds, 'seed')}", remedy
                 break
 
 
-def _overlaps(page: _Page) -> Iterator[Finding]:
+def _overlaps(page: _Page) -> Iterator[_Fault]:
     for offset, _, answers in page.claims:
         differences = [answer for answer in answers if answer.kind == "difference"]
         if any(_intervals_overlap(answer.figure.bounds, (0.0, 0.0)) for answer in differences):
-            contains = "the interval of the difference contains 0"
-            yield page.finding(offset, "overlap", contains, 'say "no difference shown"')
+            yield offset, "the interval of the difference contains 0", 'say "no difference shown"'
         single = [answer.figure.bounds for answer in answers if answer.kind in ("mean", "run")]
         if not differences and any(_intervals_overlap(a, b) for a, b in combinations(single, 2)):
-            yield page.finding(
-                offset, "overlap", "the intervals overlap", "cite the difference, paired by seed"
-            )
+            yield offset, "the intervals overlap", "cite the difference, paired by seed"
 
 
 def _intervals_overlap(a: tuple[float, float] | None, b: tuple[float, float] | None) -> bool:
     return a is not None and b is not None and a[0] <= b[1] and b[0] <= a[1]
 
 
-def _bare_best(page: _Page) -> Iterator[Finding]:
+def _bare_best(page: _Page) -> Iterator[_Fault]:
+    remedy = "cite: best FIGURE of recipe NAME stage STAGE"
     for offset, text, answers in page.claims:
         if _BEST.search(text) and not any(answer.kind in ("best", "difference") for answer in answers):
-            yield page.finding(
-                offset,
-                "uncited-best",
-                "no query stands behind this superlative",
-                "cite: best FIGURE of recipe NAME stage STAGE",
-            )
+            yield offset, "no query stands behind this superlative", remedy
 
 
-def _bare_comparison(page: _Page) -> Iterator[Finding]:
+def _bare_comparison(page: _Page) -> Iterator[_Fault]:
+    remedy = "cite: difference FIGURE of recipe A stage STAGE minus recipe B stage STAGE"
     for offset, text, answers in page.claims:
         if _VERSUS.search(text) and not answers and not _BEST.search(text):
-            yield page.finding(
-                offset,
-                "uncited-comparison",
-                "no query stands behind this comparison",
-                "cite: difference FIGURE of recipe A stage STAGE minus recipe B stage STAGE",
-            )
+            yield offset, "no query stands behind this comparison", remedy
 
 
-def _bare_numbers(page: _Page) -> Iterator[Finding]:
+def _bare_numbers(page: _Page) -> Iterator[_Fault]:
     visible = _NOT_FIGURES.sub(_blank_match, LINK.sub(_blank_match, page.prose))
     for number in _NUMBER.finditer(visible):
-        yield page.finding(
-            number.start(),
-            "bare-number",
-            f"{number[0].strip()} is no citation",
-            "write {{ FIGURE of run ID }}, or put it in `code`",
-        )
+        message = f"{number[0].strip()} is no citation"
+        yield number.start(), message, "write {{ FIGURE of run ID }}, or put it in `code`"
 
 
-def _edited(page: _Page) -> Iterator[Finding]:
+def _edited(page: _Page) -> Iterator[_Fault]:
     if not is_built(page.text):
         if not page.path.startswith(f"{QUESTIONS_FOLDER}/"):
-            yield page.finding(0, "edited", "the front matter is damaged", "perilune wiki build --overwrite")
+            yield 0, "the front matter is damaged", "perilune wiki build --overwrite"
     elif is_edited(page.text) or page.text.count(f"\n{HAND_BEGIN}\n") != 1:
-        yield page.finding(
-            0,
-            "edited",
-            "the generated text was changed",
-            f"move it between {HAND_BEGIN} and its end; perilune wiki build --overwrite",
-        )
+        remedy = f"move it between {HAND_BEGIN} and its end; perilune wiki build --overwrite"
+        yield 0, "the generated text was changed", remedy
 
 
-RULES: dict[str, Callable[[_Page], Iterator[Finding]]] = {
+RULES: dict[str, Callable[[_Page], Iterator[_Fault]]] = {
     "dead-link": _dead_links,
     "orphan": _orphans,
     "stale-number": _stale_numbers,
@@ -283,7 +248,7 @@ RULES: dict[str, Callable[[_Page], Iterator[Finding]]] = {
     "missing-evidence": _missing_evidence,
     "failed-evidence": _failing_evidence,
     "superseded-run": _superseded_runs,
-    "few-seeds": _one_seed,
+    "few-seeds": _few_seeds,
     "overlap": _overlaps,
     "uncited-best": _bare_best,
     "uncited-comparison": _bare_comparison,
