@@ -7,8 +7,8 @@ from typing import Any
 
 from sqlalchemy import select
 
-from perilune.bundle.attested import read_statement
-from perilune.bundle.envelope import PUBLIC, SignatureError
+from perilune.bundle.attested import Evidence, read_statement
+from perilune.bundle.envelope import SignatureError
 from perilune.bundle.statements import RESULT_PREDICATE
 from perilune.control.evidence.attestation import evidence_paths
 from perilune.control.queries.lookup import read_overrides
@@ -91,15 +91,16 @@ def read_facts(control: Control, cache: Path | None = None) -> list[RunFacts]:
             time stamp of one of its files. Without a cache every signature and digest is checked.
     """
     known, result, changed = _read_cache(cache), [], False
-    for recorded in _stored_runs(control):
-        run = recorded.run
+    for run, experiment, superseded in _stored_runs(control):
         evidence = evidence_paths(control.home, run.id, run.current_epoch)
-        signed, summary = evidence.result, evidence.bundle / SUMMARY_FILE
-        state = [run.state, run.current_epoch, recorded.superseded, run.cause, run.message]
-        stamp = [state, *(_file_stamp(path) for path in (signed, summary, control.home.keys / PUBLIC))]
+        files = (evidence.result, evidence.bundle / SUMMARY_FILE, evidence.key)
+        stamp = [
+            [run.state, run.current_epoch, superseded, run.cause, run.message],
+            *map(_file_stamp, files),
+        ]
         facts = _restore_facts(known.get(run.id), stamp)
         if facts is None:
-            facts = _read_run(control, recorded, signed, summary)
+            facts = _read_run(control, run, experiment, evidence, superseded=superseded)
             known[run.id] = [stamp, asdict(facts)]
             changed = True
         result.append(facts)
@@ -110,32 +111,25 @@ def read_facts(control: Control, cache: Path | None = None) -> list[RunFacts]:
     return result
 
 
-@dataclass(frozen=True, slots=True)
-class _StoredRun:
-    """A run in the store; `superseded` is true if a retry replaced it."""
-
-    run: Run
-    experiment: Experiment
-    superseded: bool
-
-
-def _stored_runs(control: Control) -> Iterator[_StoredRun]:
+def _stored_runs(control: Control) -> Iterator[tuple[Run, Experiment, bool]]:
+    """Yield all runs of the store, and whether a retry replaced them."""
     with control.store.snapshot() as session:
         query = select(Run, Experiment).join(Experiment, Experiment.id == Run.experiment_id)
         rows = session.execute(query.order_by(Experiment.created, Experiment.id, Run.created, Run.id)).all()
         current = set(session.scalars(select(Stage.run_id)))
     for run, experiment in rows:
-        yield _StoredRun(run, experiment, run.id not in current)
+        yield run, experiment, run.id not in current
 
 
-def _read_run(control: Control, recorded: _StoredRun, signed: Path, summary: Path) -> RunFacts:
-    run, experiment = recorded.run, recorded.experiment
+def _read_run(
+    control: Control, run: Run, experiment: Experiment, evidence: Evidence, *, superseded: bool
+) -> RunFacts:
     recipe = _read_document(control.home.experiment(experiment.id) / "recipe.json")
     job = _read_document(control.home.bundle(run.id) / "job.json")
     settings, figures, problem = job, dict[str, Figure](), ""
     if run.state == RunState.SUCCEEDED:
         try:
-            settings, figures = _read_signed(run, signed, control.home.keys / PUBLIC, summary)
+            settings, figures = _read_signed(evidence)
         except RequestError as error:
             problem = error.what
     spec = settings.get("spec") or {}
@@ -153,28 +147,28 @@ def _read_run(control: Control, recorded: _StoredRun, signed: Path, summary: Pat
         submitted=run.created,
         setting=sha256_bytes(canonical_json({**recipe, "seed": None}))[:8],
         overrides=tuple(arg for arg in read_overrides(control, experiment.id) if not arg.startswith("seed=")),
-        superseded=recorded.superseded,
+        superseded=superseded,
         seed=int(settings.get("seed") or 0),
         environment=environment_label(environment) if environment else "",
         algorithm=str(algorithm.get("name", "")) if isinstance(algorithm, Mapping) else str(algorithm or ""),
         parents=tuple(parents),
         figures=figures,
-        evidence=sha256_file(signed) if signed.is_file() else "",
+        evidence=sha256_file(evidence.result) if evidence.result.is_file() else "",
         problem=problem,
     )
 
 
-def _read_signed(
-    run: Run, signed: Path, key: Path, summary: Path
-) -> tuple[Mapping[str, Any], dict[str, Figure]]:
+def _read_signed(evidence: Evidence) -> tuple[Mapping[str, Any], dict[str, Figure]]:
     """Return the settings and the figures that the signature covers.
 
     Raises:
         RequestError: a file is missing, the signature is wrong, or summary.json is not what was signed.
     """
-    if not signed.exists() or not summary.exists():
-        raise RequestError(f"{(signed if not signed.exists() else summary).name} {MISSING_SUFFIX}")
-    statement = read_statement(signed, key, RESULT_PREDICATE)
+    summary = evidence.bundle / SUMMARY_FILE
+    for path in (evidence.result, summary):
+        if not path.exists():
+            raise RequestError(f"{path.name} {MISSING_SUFFIX}")
+    statement = read_statement(evidence.result, evidence.key, RESULT_PREDICATE)
     try:
         predicate = statement["predicate"]
         about = str(predicate["runDetails"]["metadata"]["invocationId"]).partition("/")[0]
@@ -182,7 +176,7 @@ def _read_signed(
         settings = dict(predicate["buildDefinition"]["externalParameters"])
     except (KeyError, TypeError, ValueError) as error:
         raise SignatureError("has another shape") from error
-    if about != run.id:
+    if about != evidence.run:
         raise SignatureError(f"is about another run ({about})")
     if digests.get(SUMMARY_FILE) != sha256_file(summary):
         raise RequestError("summary.json is not what was signed")

@@ -20,6 +20,7 @@ from typing import Literal
 from perilune.control.queries.comparison import is_share, lower_is_better
 from perilune.errors import RequestError
 from perilune.metrics.across_seeds import t_interval
+from perilune.plural import plural
 from perilune.wiki.facts import Figure, RunFacts
 
 WORD = r"[^\s<>{}|`]+"
@@ -44,7 +45,6 @@ class Answer:
     """
 
     kind: Kind
-    name: str
     text: str
     figure: Figure
     runs: tuple[RunFacts, ...]
@@ -81,7 +81,7 @@ class Facts:
             raise RequestError(f"'{query}' is not a query", remedy=HINT)
         runs = self.select(match["selected"])
         if match["kind"] is None:
-            return Answer("count", "count", str(len(runs)), Figure(len(runs)), tuple(runs))
+            return Answer("count", str(len(runs)), Figure(len(runs)), tuple(runs))
         figure = match["figure"]
         if match["kind"] == "best":
             return _best(figure, runs, query)
@@ -137,7 +137,7 @@ class Facts:
         if facts is None:
             raise RequestError(f"no run is called '{run}'", remedy="perilune runs")
         value = _get_figure(facts, figure)
-        return Answer("run", figure, format_figure(figure, value), value, (facts,))
+        return Answer("run", format_figure(figure, value), value, (facts,))
 
 
 def format_figure(name: str, figure: Figure, *, signed: bool = False) -> str:
@@ -157,9 +157,8 @@ def format_figure(name: str, figure: Figure, *, signed: bool = False) -> str:
 def _aggregate_seeds(kind: Kind, name: str, values: Mapping[int, float], runs: Sequence[RunFacts]) -> Answer:
     interval = t_interval([values[seed] for seed in sorted(values)])
     figure = Figure(interval["mean"]) if len(values) == 1 else Figure(**interval)
-    seeds = f", {len(values)} seed{'s' if len(values) > 1 else ''}"
-    text = format_figure(name, figure, signed=kind == "difference") + seeds
-    return Answer(kind, name, text, figure, tuple(runs))
+    text = format_figure(name, figure, signed=kind == "difference")
+    return Answer(kind, f"{text}, {plural(len(values), 'seed')}", figure, tuple(runs))
 
 
 def _best(figure: str, runs: Sequence[RunFacts], query: str) -> Answer:
@@ -170,7 +169,7 @@ def _best(figure: str, runs: Sequence[RunFacts], query: str) -> Answer:
     best = max(known, key=lambda run: sign * run.figures[figure].mean)
     value = best.figures[figure]
     text = f"{format_figure(figure, value)}, run {best.id}"
-    return Answer("best", figure, text, value, (best,), tuple(known))
+    return Answer("best", text, value, (best,), tuple(known))
 
 
 def _group_by_seed(figure: str, runs: Sequence[RunFacts], query: str) -> dict[int, RunFacts]:
