@@ -232,7 +232,7 @@ def _present(found: Iterable[T | None]) -> list[T]:
 
 
 def _training(stage: StageView, attempt: Attempt) -> Training | None:
-    if "steps" not in (attempt.job.get("spec") or {}):  # a stage without steps has no curve
+    if "steps" not in attempt.spec:  # a stage without steps has no curve
         return None
     return read_training(stage.name, stage.task, _describe_training(stage, attempt), attempt)
 
@@ -248,7 +248,7 @@ def _evaluation(stage: StageView, attempt: Attempt) -> Evaluation | None:
 
 def _checkpoint_label(stage: StageView, attempt: Attempt) -> str:
     """Return the checkpoint that an evaluation judged, as a label."""
-    checkpoint = (attempt.job.get("spec") or {}).get("checkpoint")
+    checkpoint = attempt.spec.get("checkpoint")
     if checkpoint is None:
         return stage.name
     if checkpoint != "model":
@@ -256,18 +256,13 @@ def _checkpoint_label(stage: StageView, attempt: Attempt) -> str:
     return UNTRAINED if (attempt.job.get("model") or {}).get("preset") else "base model"
 
 
-def _spec(attempt: Attempt) -> dict[str, Any]:
-    spec = attempt.job.get("spec")
-    return spec if isinstance(spec, dict) else {}
-
-
 def _compare_with_parents(
     pairs: Sequence[tuple[StageView, Attempt]], evaluations: Sequence[Evaluation]
 ) -> list[Comparison]:
     by_stage = {evaluation.stage: evaluation for evaluation in evaluations}
-    checkpoints = {stage.name: _spec(attempt).get("checkpoint") for stage, attempt in pairs}
+    checkpoints = {stage.name: attempt.spec.get("checkpoint") for stage, attempt in pairs}
     settings = {
-        stage.name: {**_spec(attempt), "environment": attempt.job.get("environment"), "checkpoint": None}
+        stage.name: {**attempt.spec, "environment": attempt.job.get("environment"), "checkpoint": None}
         for stage, attempt in pairs
         if stage.name in by_stage
     }
@@ -283,7 +278,7 @@ def _find_climb(
     trainings: Sequence[Training],
 ) -> tuple[Comparison | None, Training | None]:
     """Return the last rl stage, else the last training, with the comparison whose later side judged it."""
-    checkpoints = {stage.name: _spec(attempt).get("checkpoint") for stage, attempt in pairs}
+    checkpoints = {stage.name: attempt.spec.get("checkpoint") for stage, attempt in pairs}
     for task in ("rl", None):
         for training in reversed(trainings):
             for comparison in comparisons:
@@ -294,7 +289,7 @@ def _find_climb(
 
 
 def _describe_training(stage: StageView, attempt: Attempt) -> str:
-    spec, summary = attempt.job.get("spec") or {}, attempt.summary
+    spec, summary = attempt.spec, attempt.summary
     algorithm = _algorithm_name(spec, summary) or stage.task
     name = ALGORITHM_NAMES.get(algorithm, algorithm)
     planned = int(spec.get("steps") or 0)
@@ -356,7 +351,7 @@ def _calibrations(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Calibratio
 def _objective_charts(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Figure]:
     """Return the implicit objective of the last rl stage, recorded or implied by algorithm and group size."""
     for stage, attempt in reversed(pairs):
-        spec = attempt.job.get("spec") or {}
+        spec = attempt.spec
         algorithm = _algorithm_name(spec, attempt.summary)
         if stage.task != "rl" or not algorithm:
             continue

@@ -30,14 +30,13 @@ def index_episodes(sources: Sequence[EpisodeSource]) -> EpisodeLibrary:
         steps: list[int] = []
         if source.task in TRACE_TASKS:
             sets = [
-                EpisodeSet(label, step, 0, 0, None, "", label)
+                EpisodeSet(label, step, 0, 0, "", label)
                 for step, (label, file) in enumerate(TRACE_FILES.items())
                 if source.attempt.has(f"artifacts/traces/{file}")
             ]
         elif source.task == "evaluate":
             sets = [
-                EpisodeSet(file.label, file.step, 0, 0, None, "", file.path.stem)
-                for file in list_files(source)
+                EpisodeSet(file.label, file.step, 0, 0, "", file.path.stem) for file in list_files(source)
             ]
         else:
             steps = source.attempt.episode_steps

@@ -47,7 +47,6 @@ class EpisodeSet:
     step: int
     total: int
     embedded: int
-    mean_reward: float | None
     json: str
     name: str = ""
 
@@ -174,7 +173,6 @@ def embed_groups(
             break
         taken[index] = text
         size += len(text) + 1
-    rewards = [episode.reward for episode in episodes if episode.reward is not None]
     strategies = {
         name.removeprefix("strategy/")
         for index in taken
@@ -187,7 +185,6 @@ def embed_groups(
         step=file.step,
         total=len(episodes),
         embedded=sum(len(groups[index]) for index in taken),
-        mean_reward=sum(rewards) / len(rewards) if rewards else None,
         json="[" + ",".join(taken[index] for index in sorted(taken)) + "]",
     )
     return chosen, strategies

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from perilune.ui.attempt import Attempt
 from perilune.ui.view import ExperimentView, StageView
 
@@ -155,18 +157,12 @@ def _shape(config: Mapping[str, Any]) -> str:
 def count_parameters(folder: Path) -> int | None:
     """Return the number of parameters in the headers of safetensors files; None if one cannot be read."""
     total = 0
-    files = sorted(folder.glob("*.safetensors"))
     try:
-        for file in files:
-            with file.open("rb") as stream:
-                size = int.from_bytes(stream.read(8), "little")
-                if size > 100_000_000:
-                    return None
-                header = json.loads(stream.read(size))
-            total += sum(
-                math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
-            )
-    except (OSError, ValueError, KeyError, TypeError):
+        for file in folder.glob("*.safetensors"):
+            with safe_open(file, framework="np") as tensors:
+                shapes = (tensors.get_slice(name).get_shape() for name in tensors.keys())  # noqa: SIM118 - no mapping
+                total += sum(map(math.prod, shapes))
+    except (OSError, SafetensorError):
         return None
     return total or None
 

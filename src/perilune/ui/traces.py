@@ -22,9 +22,9 @@ def sample_traces(stage: str, attempt: Attempt) -> StageEpisodes | None:
     folder = attempt.root / "artifacts" / "traces"
     kept, refused = (attempt.rows(folder / name) for name in TRACE_FILES.values())
     sets = [
-        _trace_set(label, step, rows, even_places(len(rows), most), mean)
-        for step, (label, rows, most, mean) in enumerate(
-            zip(TRACE_FILES, (kept, refused), (MAX_KEPT, MAX_REFUSED), (1.0, None), strict=True)
+        _trace_set(label, step, rows, even_places(len(rows), most))
+        for step, (label, rows, most) in enumerate(
+            zip(TRACE_FILES, (kept, refused), (MAX_KEPT, MAX_REFUSED), strict=True)
         )
     ]
     filled = [episode_set for episode_set in sets if episode_set.total]
@@ -32,11 +32,9 @@ def sample_traces(stage: str, attempt: Attempt) -> StageEpisodes | None:
     return StageEpisodes(stage, "collect", None, filled, strategies) if filled else None
 
 
-def _trace_set(
-    label: str, step: int, rows: Sequence[Mapping[str, Any]], chosen: Sequence[int], mean: float | None
-) -> EpisodeSet:
+def _trace_set(label: str, step: int, rows: Sequence[Mapping[str, Any]], chosen: Sequence[int]) -> EpisodeSet:
     groups = [_trace_group(str(index + 1), rows[index]) for index in chosen]
-    return EpisodeSet(label, step, len(rows), len(groups), mean, embeddable_json(groups))
+    return EpisodeSet(label, step, len(rows), len(groups), embeddable_json(groups))
 
 
 def _trace_group(number: str, row: Mapping[str, Any]) -> dict[str, Any]:
