@@ -1,6 +1,6 @@
 """Errors for users: what happened, where, and what to do."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 REPORT_BUG = "report this as a bug in Perilune; the recipe did not cause it"
@@ -14,20 +14,25 @@ class PeriluneError(Exception):
         what: what is wrong, with the value.
         where: file, line and key, or stage and run.
         remedy: what the user can do.
+        others: further failures of the same request, shown after this one.
     """
 
     exit_code = 1
 
-    def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
+    def __init__(
+        self, what: str, *, where: str = "", remedy: str = "", others: Sequence["PeriluneError"] = ()
+    ) -> None:
         super().__init__(what)
         self.what = what
         self.where = where
         self.remedy = remedy
+        self.others = others
 
     def __str__(self) -> str:
         lines = [f"{self.where}: {self.what}" if self.where else self.what]
         if self.remedy:
             lines.append(f"  try: {self.remedy}")
+        lines += [f"also: {other}" for other in self.others]
         return "\n".join(lines)
 
 

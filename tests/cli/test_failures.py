@@ -24,6 +24,11 @@ from perilune.errors import RequestError, WorkFailedError
     ("error", "code", "said"),
     [
         (RequestError("bad", where="a.yaml:3", remedy="good"), 2, "error: a.yaml:3: bad\n  try: good\n"),
+        (
+            RequestError("bad", where="a.yaml:3", others=[RequestError("worse", remedy="good")]),
+            2,
+            "error: a.yaml:3: bad\nalso: worse\n  try: good\n",
+        ),
         (WorkFailedError("it broke"), 1, "error: it broke\n"),
         (WorkFailedError("\x1b[2Jit\rbroke"), 1, "error: \\x1b[2Jit\nbroke\n"),
         (KeyboardInterrupt(), 2, "error: interrupted\n"),

@@ -30,12 +30,17 @@ def report_failure(error: BaseException, *, debug: bool, as_json: bool = False) 
         traceback.print_exception(error)
     explained = _explain(error, debug=debug)
     if as_json:
-        fields = {"error": explained.what, "where": explained.where, "remedy": explained.remedy}
-        texts = {key: use_program_command(redact_text(text)) for key, text in fields.items()}
-        sys.stderr.write(json.dumps(texts | {"exit_code": explained.exit_code}) + "\n")
+        others = {"others": [_texts(other) for other in explained.others]} if explained.others else {}
+        document = {**_texts(explained), **others, "exit_code": explained.exit_code}
+        sys.stderr.write(json.dumps(document) + "\n")
     else:
         sys.stderr.write(format_for_terminal(f"error: {explained}") + "\n")
     return explained.exit_code
+
+
+def _texts(error: PeriluneError) -> dict[str, str]:
+    fields = {"error": error.what, "where": error.where, "remedy": error.remedy}
+    return {key: use_program_command(redact_text(text)) for key, text in fields.items()}
 
 
 def _explain(error: BaseException, *, debug: bool) -> PeriluneError:

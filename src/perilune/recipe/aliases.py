@@ -24,6 +24,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "torch_dtype": ("precision",),
     "per_device_train_batch_size": ("batch_size", "prompts"),
     "train_batch_size": ("batch_size", "prompts"),
+    "batch_size": ("prompts",),
     "ppo_max_token_len_per_gpu": ("token_budget",),
     "ppo_mini_batch_size": ("updates_per_batch",),
     "num_iterations": ("epochs_per_batch",),

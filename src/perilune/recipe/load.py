@@ -8,7 +8,7 @@ from typing import Any
 
 from perilune.errors import RequestError
 from perilune.files import read_regular
-from perilune.recipe.problems import Problem, raise_first, suggest_name
+from perilune.recipe.problems import Problem, raise_problems, suggest_name
 from perilune.recipe.resolve import resolve
 from perilune.recipe.schema import Recipe
 from perilune.recipe.source import MAX_BYTES, Document, KeyPath, parse_yaml
@@ -115,5 +115,5 @@ def _key_path(value: dict[str, Any], keys: list[str], location: str) -> KeyPath:
             f"{keys[0]} is a stage; set one of its keys, such as {keys[0]}.{key}", where=location
         )
     problem = Problem((), f"no key or stage '{keys[0]}'", suggest_name(keys[0], known))
-    raise_first([problem], lambda _: location)
+    raise_problems([problem], lambda _: location)
     raise AssertionError("unreachable")

@@ -13,12 +13,15 @@ from typing import Any, NoReturn, TypeGuard, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from perilune.errors import RequestError
+from perilune.plural import plural
 from perilune.recipe.aliases import ALIASES, REMEDIES, find_alias
 from perilune.recipe.source import KeyPath
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 _MAX_LISTED_NAMES = 16  # names that an error lists next to the closest one
+
+_MAX_FURTHER_PROBLEMS = 6  # problems that an error lists after the first
 
 _BUT = " but "  # between the value and what it should be
 
@@ -43,7 +46,7 @@ class Problem:
 
 
 class ProblemsError(Exception):
-    """All errors in one part of a document. `raise_first` turns them into the user's error."""
+    """All errors in one part of a document. `raise_problems` turns them into the user's error."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__(problems)
@@ -68,17 +71,23 @@ def suggest_name(name: str, valid: Iterable[str]) -> str:
     return choices
 
 
-def raise_first(problems: Sequence[Problem], locate: Callable[[KeyPath], str]) -> NoReturn:
-    """Raise the first of `problems` as the user's error, with the number of the others.
+def raise_problems(problems: Sequence[Problem], locate: Callable[[KeyPath], str]) -> NoReturn:
+    """Raise the first of `problems` as the user's error, together with the others.
 
     Missing keys come last, because a misspelled key is also a missing key.
 
     Raises:
         RequestError: always.
     """
-    first, *others = sorted(problems, key=lambda problem: problem.missing)
-    more = f" (and {len(others)} more)" if others else ""
-    raise RequestError(first.what + more, where=locate(first.path), remedy=first.remedy)
+    first, *others = (
+        RequestError(problem.what, where=locate(problem.path), remedy=problem.remedy)
+        for problem in sorted(problems, key=lambda problem: problem.missing)
+    )
+    if len(others) > _MAX_FURTHER_PROBLEMS:
+        hidden = len(others) - _MAX_FURTHER_PROBLEMS
+        others[_MAX_FURTHER_PROBLEMS:] = [RequestError(plural(hidden, "further error"))]
+    first.others = others
+    raise first
 
 
 def validate(model: type[ModelT], value: Any, path: KeyPath, label: str) -> ModelT:
@@ -207,9 +216,11 @@ def _value_problem(detail: dict[str, Any], key: str, full: KeyPath) -> Problem:
         message = (
             "is empty" if not detail["input"] else f"needs at least {detail['ctx']['min_length']} entries"
         )
-    if isinstance(detail["input"], dict | list):
-        return Problem(full, f"{key}: {message}" if key else message)
     given = detail["input"]
+    if isinstance(given, dict | list):
+        if detail["type"] == "string_type":
+            message = f"should be one text, not a {'list' if isinstance(given, list) else 'section of keys'}"
+        return Problem(full, f"{key}: {message}" if key else message)
     text = json.dumps(given, ensure_ascii=False)[:80]
     remedy = ""
     if name := _NAME_PATTERN.fullmatch(detail.get("ctx", {}).get("pattern", "")):

@@ -23,7 +23,7 @@ from perilune.extensions import is_file_reference
 from perilune.files import get_field, replace_field
 from perilune.recipe.aliases import TASK_REMEDIES
 from perilune.recipe.model_files import find_model, read_chat_template
-from perilune.recipe.problems import Problem, ProblemsError, raise_first, suggest_name, validate
+from perilune.recipe.problems import Problem, ProblemsError, raise_problems, suggest_name, validate
 from perilune.recipe.reward_files import read_reward_source, read_reward_terms, read_source, read_source_files
 from perilune.recipe.schema import (
     MODEL,
@@ -76,7 +76,7 @@ def resolve(document: Document, folder: Path) -> Recipe:
     if problems or recipe is None:
         problems.sort(key=lambda p: _sort_key(document.locate(p.path)))
         overridden = [p for p in problems if document.locate(p.path).startswith("--set")]
-        raise_first(overridden or problems, document.locate)
+        raise_problems(overridden or problems, document.locate)
     return recipe
 
 

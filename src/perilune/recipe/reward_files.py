@@ -9,7 +9,7 @@ from perilune.errors import RequestError
 from perilune.extensions import CodeReference, is_file_reference
 from perilune.files import read_regular
 from perilune.frozen import Frozen
-from perilune.recipe.problems import Problem, ProblemsError, raise_first, suggest_name, validate
+from perilune.recipe.problems import Problem, ProblemsError, raise_problems, suggest_name, validate
 from perilune.recipe.schema import RewardFunction, Weight, add_rewards
 from perilune.recipe.source import KeyPath
 
@@ -33,7 +33,7 @@ def load_reward_terms(value: Any, base: Path, location: str) -> dict[str, Any]:
     try:
         return read_reward_terms(value, lambda _: base, ("rewards",))
     except ProblemsError as error:
-        raise_first(error.problems, lambda _: location)
+        raise_problems(error.problems, lambda _: location)
 
 
 def read_reward_terms(value: Any, base: Callable[[KeyPath], Path], where: KeyPath) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def read_source_file(reference: str, base: Path, location: str) -> str:
     try:
         return read_source(reference, base, (location,))
     except ProblemsError as error:
-        raise_first(error.problems, lambda _: reference)
+        raise_problems(error.problems, lambda _: reference)
 
 
 def read_source_files(

@@ -22,7 +22,7 @@ from perilune.execution.providers.skypilot.client import SkyPilot
 from perilune.execution.providers.skypilot.skypilot_settings import SkyPilotSettings
 from perilune.files import write_atomic
 from perilune.frozen import Frozen
-from perilune.recipe.problems import ProblemsError, raise_first, validate
+from perilune.recipe.problems import ProblemsError, raise_problems, validate
 from perilune.recipe.source import Document, parse_yaml
 
 PROVIDERS_FILE, CLUSTER_FILE = "providers.yaml", "cluster"
@@ -69,7 +69,7 @@ class Providers:
         try:
             return validate(ProvidersFile, document.value, (), "")
         except ProblemsError as error:
-            raise_first(error.problems, document.locate)
+            raise_problems(error.problems, document.locate)
 
     def problems(self, name: str, kinds: Sequence[str]) -> list[RequestError]:
         """Return the problems of kinds of machines, as far as they can be checked without renting.

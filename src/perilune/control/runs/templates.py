@@ -26,7 +26,7 @@ from perilune.execution.placements.mirror import Bring
 from perilune.execution.placements.remote import Site
 from perilune.files import read_regular
 from perilune.frozen import Frozen
-from perilune.recipe.problems import ProblemsError, raise_first, suggest_name, validate
+from perilune.recipe.problems import ProblemsError, raise_problems, suggest_name, validate
 from perilune.recipe.source import MAX_BYTES, Document, parse_yaml
 
 LOCAL_TEMPLATE = "local"
@@ -237,7 +237,7 @@ def _validate(document: Document) -> Template:
     try:
         template = validate(Template, value, (), "")
     except ProblemsError as error:
-        raise_first(error.problems, document.locate)
+        raise_problems(error.problems, document.locate)
     if not template.is_remote and template.limits != AttemptLimits():
         what = "limits are for other machines and containers; a process on this machine has none"
         raise RequestError(what, where=document.locate(("limits",)), remedy="remove limits")
