@@ -46,8 +46,8 @@ def chat(
 
     /reset forgets the conversation, /system TEXT sets the system message, /quit ends the chat. Without a
     terminal, each line of stdin is one message, and the answers go to stdout. All messages are one
-    conversation, unless --separate is given; then a line that has no answer is an error on stderr, and the
-    others are answered.
+    conversation. With --separate, each is a conversation of its own, and a message that cannot be answered is
+    reported on stderr without stopping the others.
 
     \b
     perilune chat quickstart/rl --plain

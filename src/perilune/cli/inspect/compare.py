@@ -31,12 +31,12 @@ def compare(
         list[str],
         typer.Argument(
             metavar="EXPERIMENT|SWEEP...",
-            help="Names of sweeps or experiments, or first characters of ids. A name selects all with it.",
+            help="Sweeps or experiments: names, or first characters of ids. A name selects all that have it.",
         ),
     ],
     metric: Annotated[
         str | None,
-        typer.Option(metavar="STAGE.METRIC", help="Final metric. Default: pass@1 of the last evaluation."),
+        typer.Option(metavar="STAGE.METRIC", help="Compared metric. Default: pass@1 of the last evaluation."),
     ] = None,
     baseline: Annotated[
         int, typer.Option(min=1, metavar="N", help="Number of the arm to compare the others with.")
@@ -44,7 +44,7 @@ def compare(
     out: Annotated[Path | None, typer.Option("--out", help="Also write a self-contained HTML page.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare experiments: the settings that differ, final figures, and paired differences.
+    """Compare experiments: the settings that differ, one final metric of each, and paired differences.
 
     Experiments that differ only in their seed are one arm. Differences are paired by seed (Student's t) and
     corrected for the number of arms (Holm). With fewer than three common seeds no claim is made.

@@ -33,8 +33,8 @@ def gallery(
     """Write a page that draws and compares the architectures of well-known models and of your own.
 
     It shows layers, parameters, the size of the KV cache, FLOPs per token, the memory of the weights, and
-    whether Perilune runs the model natively, with transformers or not. With `--json` it prints
-    these facts instead.
+    whether Perilune runs the model with its own code, with transformers, or not at all. With `--json` it
+    prints these facts instead.
 
     \b
     perilune model gallery --out gallery.html

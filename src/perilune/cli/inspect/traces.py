@@ -144,7 +144,7 @@ def run_command(
 ) -> None:
     """Play a suite and compare with what was recorded. Exit code 1 when a case differs.
 
-    Differences are of rewards, reward terms, metrics, observations, their tokens, and the end of the episode.
+    Compares rewards, reward terms, metrics, observations, their tokens, and how the episode ended.
     """
     from perilune.traces.gate import run_suite
     from perilune.traces.suite import Suite

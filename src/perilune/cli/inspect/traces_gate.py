@@ -32,7 +32,7 @@ def gate_command(
     seed: EvaluationSeed = 0,
     as_json: Json = False,
 ) -> None:
-    """Evaluate a checkpoint on the tasks of a suite. Exit code 1 when it is worse than another.
+    """Evaluate a checkpoint on the tasks of a suite. Exit code 1 when it is worse than the recording.
 
     It is worse if the 95% interval of the change in pass@1, paired by task, lies below -LOSS as a whole. The
     evaluations are runs like any other, and the same command reuses them.

@@ -1,4 +1,4 @@
-"""`perilune secrets`: configure where secrets are read from. Values are never printed or stored."""
+"""`perilune secrets`: configure where secrets are read from."""
 
 import sys
 from pathlib import Path
@@ -21,7 +21,9 @@ from perilune.errors import RequestError
 
 KEYRING_SERVICE = "perilune"
 
-app = make_command_group("Configure where secrets are read from. Values are never printed or stored.")
+app = make_command_group(
+    "Configure where secrets are read from. Perilune never prints a value or writes it to a file."
+)
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name in recipes: JUDGE_KEY.")]
 
 

@@ -44,9 +44,9 @@ def probe(
 ) -> None:
     """Find out which environments a checkpoint can learn from by reinforcement learning.
 
-    Evaluates the checkpoint in each environment, and judges: RL can start, SFT first, or already solved. Only
-    groups of answers with different rewards (live groups) have a gradient. The same command reuses finished
-    evaluations, so it continues after an interruption.
+    Evaluates the checkpoint in each environment. The verdict is that RL can start, that SFT must come first,
+    or that the tasks are already solved. Only groups of answers with different rewards (live groups) have a
+    gradient. The same command reuses finished evaluations, so it continues after an interruption.
 
     \b
     perilune probe ./my-model -e reasoning_gym/chain_sum -e reasoning_gym/spell_backward

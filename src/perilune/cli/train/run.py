@@ -59,8 +59,8 @@ def run(
     """Run a recipe, or resume one that was run before.
 
     Stages that finished before are reused, and running stages are joined. Ctrl-C stops the stage that this
-    command started; the same command resumes from its last checkpoint. If the command is killed or detached,
-    `perilune daemon` starts the later stages.
+    command started; the same command resumes from its last checkpoint. With --detach, a daemon or else a
+    background process starts the later stages. If the command is killed, run it again.
 
     \b
     perilune run quickstart

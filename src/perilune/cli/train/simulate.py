@@ -61,10 +61,11 @@ def simulate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict the RL stages of a recipe: time, idle shares, staleness, cache and cost.
+    """Predict the RL stages of a recipe: time, idle shares of learner and workers, staleness, cache and cost.
 
-    The simulation runs the real scheduler, block pools and admission rule. Only the times are predicted:
-    on this machine from `perilune calibrate`, on others from published figures of the card.
+    The simulation runs the real scheduler, block pools and admission rule. Only the times are predicted. For
+    this machine they follow from `perilune calibrate`, for others from the published bandwidth and FLOPs of
+    the GPU.
 
     \b
     perilune simulate quickstart

@@ -58,10 +58,10 @@ def simulate_serving(
     jobs: Annotated[int, typer.Option(min=1, help="Processes that simulate replicas.")] = 1,
     as_json: Json = False,
 ) -> None:
-    """Predict time to first token, time per token and goodput of a fleet that serves a trace.
+    """Predict time to first token, time per token and goodput of a fleet that serves a trace of requests.
 
-    The simulation runs the real scheduler and prefix cache. Times are computed from published figures of the
-    card. Requests go to the replicas round robin.
+    The simulation runs the real scheduler and prefix cache. Times are computed from the published bandwidth
+    and FLOPs of the GPU. Requests go to the replicas round robin.
 
     \b
     perilune simulate-serving my-model --requests trace.jsonl --machines 8xH100/2@2.50

@@ -89,7 +89,7 @@ def sweep(
     ] = None,
     metric: Annotated[
         str | None,
-        typer.Option(metavar="STAGE.METRIC", help="Final metric. Default: pass@1 of the last evaluation."),
+        typer.Option(metavar="STAGE.METRIC", help="Compared metric. Default: pass@1 of the last evaluation."),
     ] = None,
     slots: Annotated[
         int | None,
