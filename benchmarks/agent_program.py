@@ -24,7 +24,6 @@ from perilune.environments import make_environment
 from recipe_runs import (
     HERE,
     describe_differences,
-    described,
     document,
     for_seeds,
     mean_pass_rate,
@@ -122,7 +121,8 @@ def report(seeds: Sequence[int], runs: Sequence[Mapping[str, Any]]) -> dict[str,
     )
     return {
         "title": "RL inside a third-party agent program",
-        "about": described(ABOUT, findings),
+        "about": ABOUT,
+        "findings": findings,
         "by seed": [_row(seed, run) for seed, run in zip(seeds, runs, strict=True)],
         "comparison": rows,
     }

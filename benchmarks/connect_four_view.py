@@ -33,15 +33,16 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
     """The page and its charts."""
     runs = document["runs"]
     longest = next(run for run in runs if run["name"] == document["final"]["run"])
-    about = ABOUT.format(simulations=longest["settings"]["simulations"], first=8, perfect=12)
     return {
         "title": "Connect Four on one core",
-        "about": "\n".join(
+        "lead": lead(document, longest),
+        "findings": "\n".join(
             [
-                *(about, "", *(f"* {finding}" for finding in findings(document)), ""),
+                *(*(f"* {finding}" for finding in findings(document)), ""),
                 *(strongest(document, longest), "", *pictures()),
             ]
         ),
+        "about": ABOUT.format(simulations=longest["settings"]["simulations"], first=8, perfect=12),
         "command": COMMANDS,
         "speed": [speed(run) for run in runs],
         "multiply-adds by layer": document["layers"],
@@ -53,6 +54,21 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
         "processor": document["processor"],
         "charts": charts(longest),
     }
+
+
+def lead(document: Mapping[str, Any], longest: Mapping[str, Any]) -> tuple[str, str]:
+    """What was trained, and the strength of the player that trained longest."""
+    judged = document["final"]["judged"]
+    most = max(judged, key=int)
+    best = {ahead: judged[ahead]["moves"]["optimal"]["mean"] for ahead in ("0", most)}
+    parameters = sum(layer["parameters"] for layer in document["layers"])
+    return (
+        f"A network of {parameters:,} parameters learns Connect Four by self-play on one CPU core, with PPO "
+        "or with tree search.",
+        f"After {longest['marks'][-1]['cpu_seconds']:,.0f} CPU seconds with search, the network chooses a "
+        f"best move in {best['0']:.1%} of the test positions, and in {best[most]:.1%} with {int(most):,} "
+        "simulations per move.",
+    )
 
 
 def findings(document: Mapping[str, Any]) -> list[str]:

@@ -20,7 +20,6 @@ from recipe_runs import (
     HERE,
     SEEDS_ARE_THE_UNIT,
     compare_arms,
-    described,
     document,
     for_seeds,
     mean_pass_rate,
@@ -116,7 +115,8 @@ def report(seeds: Sequence[int], runs: Sequence[Mapping[str, Mapping[str, Any]]]
     sentences, rows = compare_arms(runs, {arm: arm for arm in runs[0]}, pairs)
     return {
         "title": "Rules for the context of long episodes, at an equal budget",
-        "about": described(ABOUT, sentences),
+        "about": ABOUT,
+        "findings": sentences,
         "accuracy and tokens": [
             {
                 "context": arm,

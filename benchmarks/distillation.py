@@ -17,7 +17,6 @@ from recipe_runs import (
     SEEDS_ARE_THE_UNIT,
     at_steps,
     compare_arms,
-    described,
     document,
     for_seeds,
     options,
@@ -61,7 +60,8 @@ def main() -> None:
     findings, differences = compare_arms(runs, stages, COMPARED)
     result = {
         "title": "Distillation from a larger teacher",
-        "about": described(ABOUT, findings),
+        "about": ABOUT,
+        "findings": findings,
         "evaluation_by_method": {arm: of_arm(arm, runs) for arm in (*OTHERS, *ARMS)},
         "differences": differences,
         **{f"{arm}_by_step": at_steps([run[arm]["metrics"] for run in runs], FIGURES, 10) for arm in ARMS},

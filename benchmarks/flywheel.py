@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recipe_runs import HERE, described, document, for_seeds, options, run_recipe, write
+from recipe_runs import HERE, document, for_seeds, options, run_recipe, write
 
 RECIPE = HERE.parent / "recipes" / "flywheel.yaml"
 ABOUT = """\
@@ -35,7 +35,8 @@ def report(seeds: Sequence[int], runs: Sequence[Mapping[str, Any]]) -> dict[str,
     gains = [run["summary"]["gain"] for run in runs]
     return {
         "title": "Flywheel on three-digit sums",
-        "about": described(ABOUT, [finding(seed, run) for seed, run in zip(seeds, runs, strict=True)]),
+        "about": ABOUT,
+        "findings": [finding(seed, run) for seed, run in zip(seeds, runs, strict=True)],
         "odds ratio per round, fitted to all rounds": {
             f"seed {s}": g for s, g in zip(seeds, gains, strict=True)
         },

@@ -19,7 +19,7 @@ from typing import Any
 from perilune.files import read_json
 from perilune.metrics.overoptimisation import OveroptimisationWatch
 from perilune.recipe.load import bundled_recipe
-from recipe_runs import HERE, at_steps, described, document, for_seeds, options, run_recipe, write
+from recipe_runs import HERE, at_steps, document, for_seeds, options, run_recipe, write
 
 FIGURES = ("reward", "gold", "kl_start")
 SMOOTH = 5  # steps in the average of the gold score; one step has 256 answers
@@ -57,7 +57,8 @@ def main() -> None:
     provenance["minutes"] = round(provenance["minutes"] + previous.get("minutes", 0), 1)
     result = {
         "title": "Reward over-optimization, and when to stop",
-        "about": described(ABOUT, findings("hacked reward", hacked) + findings("reward model", learned)),
+        "about": ABOUT,
+        "findings": findings("hacked reward", hacked) + findings("reward model", learned),
         "hacked_reward": [{"seed": seed, **told(lines)} for seed, lines in hacked.items()],
         "reward_model": [{"seed": seed, **told(lines)} for seed, lines in learned.items()],
         "reward_models": list(judges.values()),

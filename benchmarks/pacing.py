@@ -19,7 +19,7 @@ from scipy.stats import ks_2samp
 
 from perilune.tasks.rl.asynchronous.sampler import admission_limit
 from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings
-from recipe_runs import described, document, options, write
+from recipe_runs import document, options, write
 
 SLOTS, BATCH, TRAINING, STEPS = 64, 32, 0.4, 1500
 ABOUT = f"""\
@@ -157,7 +157,8 @@ def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
     ]
     return {
         "title": "Pacing against dropping in a queue model",
-        "about": described(ABOUT, findings),
+        "about": ABOUT,
+        "findings": findings,
         "by rule": rows,
     }
 

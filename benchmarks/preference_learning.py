@@ -17,7 +17,6 @@ from recipe_runs import (
     SEEDS_ARE_THE_UNIT,
     at_steps,
     compare_arms,
-    described,
     document,
     for_seeds,
     options,
@@ -62,7 +61,8 @@ def main() -> None:
     findings, differences = compare_arms(runs, stages, COMPARED)
     result = {
         "title": "DPO and IPO on verifier pairs",
-        "about": described(ABOUT, findings),
+        "about": ABOUT,
+        "findings": findings,
         "evaluation_by_method": {arm: of_arm(arm, runs) for arm in ("sft", *ARMS, "imitation")},
         "pairs": [
             {"seed": seed}

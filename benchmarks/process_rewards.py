@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.files import read_json_lines
-from recipe_runs import HERE, described, document, options, run_recipe, write
+from recipe_runs import HERE, document, options, run_recipe, write
 
 CALIBRATED = {
     "sft_working": "after SFT, one boundary after the working",
@@ -58,7 +58,8 @@ def main() -> None:
         findings.append(finding(name, [row for row in calibrations if row["answers"] == name]))
     result = {
         "title": "Process rewards: accuracy and cost",
-        "about": described(ABOUT, findings),
+        "about": ABOUT,
+        "findings": findings,
         "agreement_with_Monte_Carlo_values": calibrations,
         "by_number_of_segments_after_SFT": by_segments(calibrations),
         "cost": prices,

@@ -77,11 +77,7 @@ def mean_pass_rate(evaluation: Mapping[str, Any]) -> float:
     return float(evaluation["summary"]["pass@1"]["mean"])
 
 
-SEEDS_ARE_THE_UNIT = (
-    "Differences over paired seeds are tested with Student's t test. Holm's correction of p covers all "
-    "comparisons of this page. Intervals are not corrected. The page claims a difference if the corrected p "
-    "is below 0.05."
-)
+SEEDS_ARE_THE_UNIT = "Differences are tested [over paired seeds](index.md#differences-over-seeds)."
 
 
 def compare_arms(
@@ -120,11 +116,6 @@ def describe_differences(
         for name, test in comparisons.items()
     ]
     return [f"{name}: {test.describe()}." for name, test in comparisons.items()], rows
-
-
-def described(about: str, findings: Sequence[str]) -> str:
-    """The introduction of a result's page: the experiment, then the findings as a list."""
-    return "\n".join([about, "", *(f"* {finding}" for finding in findings)])
 
 
 def at_steps(

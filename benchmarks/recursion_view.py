@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recipe_runs import SEEDS_ARE_THE_UNIT, describe_differences, described
+from recipe_runs import SEEDS_ARE_THE_UNIT, describe_differences
 
 ABOUT = """\
 A tiny model is trained from scratch on contexts of 8 to 32 lines of [`oolong`](../how-to/oolong.md), and then
@@ -49,7 +49,8 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
     findings, compared = describe_differences(_differences(records))
     return {
         "title": "Exploring long contexts with code that asks the model",
-        "about": described(f"{ABOUT}{SEEDS_ARE_THE_UNIT}", findings),
+        "about": f"{ABOUT}{SEEDS_ARE_THE_UNIT}",
+        "findings": findings,
         "comparison": compared,
         "accuracy": rows,
         **rest,

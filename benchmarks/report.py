@@ -3,12 +3,13 @@
     python benchmarks/report.py            write the pages
     python benchmarks/report.py --check    exit with 1 if a page differs from its data
 
-A result is one JSON object. `title` becomes the heading, `about` the introduction, and `command` the command
-that repeats the measurement. Plain values and small objects become a list of facts, a list of similar objects
-a table, and an object of similar objects a table with their names in the first column. In a table, up to 20
-numbers are repeated measurements, shown as median (minimum to maximum). A longer list is a curve, which the
-page leaves out. Shares of right answers are shown in percent. A line before a table says what its brackets
-mean. A result with raw records has its own view. A view may add `charts`: SVG by file name, written to the
+A result is one JSON object. A page opens with its `title` and with two sentences from `leads`, which are
+computed from the JSON. Then come `findings`, and `about` with `command`: how it was measured. Plain values
+and small objects become a list of facts, a list of similar objects a table, and an object of similar objects
+a table with their names in the first column. In a table, up to 20 numbers are repeated measurements, shown as
+median (minimum to maximum). A longer list is a curve, which the page leaves out. Shares of right answers are
+shown in percent. A line says what the brackets of the tables mean. A result with raw records has its own
+view, which may give the `lead`, the findings as Markdown, and `charts`: SVG by file name, written to the
 folder of the pages.
 """
 
@@ -25,8 +26,8 @@ from typing import Any
 from comparison.view import SMOLLM2
 from comparison.view import view as algorithms_view
 from connect_four_view import view as connect_four_view
+from leads import LEADS, QUESTIONS
 from measured_views import generate_view, quickstart_view, trl_view
-from outcomes import OUTCOMES
 from recursion_view import view as recursion_view
 from rollout.view import view as rollout_view
 from selfplay_view import view as selfplay_view
@@ -36,7 +37,7 @@ from staleness_view import view as staleness_view
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ROOT / "docs" / "results"
-HEADER = ("title", "about", "command")
+HEADER = ("title", "lead", "findings", "about", "command")
 VIEWS = {
     "engine_vs_generate": generate_view,
     "grpo_step_vs_trl": trl_view,
@@ -73,50 +74,80 @@ SHARES = frozenset({"won", "drawn", "lost", "dropped", "finished", "finished whi
 POINTS = ("difference of pass@1", "gain of pass@1", "difference of accuracy")  # columns in percentage points
 CHANGES = "relative change"  # a column of changes, in percent
 BY_SEED = "by seed"  # the same differences, by seed
+MEANS = "Cells show means, with 95% intervals in brackets."
+MEDIANS = "Cells show medians over repeated runs, with ranges in brackets."
 INTRODUCTION = """\
 # Results
 
-`python benchmarks/report.py` writes these pages from JSON files in the repository. Each page shows the
-command that repeats its measurement. Times come from one machine at one time. Ratios depend less on the
-machine.
+`python benchmarks/report.py` writes these pages from JSON files in the repository. Each page opens with what
+was compared and what came out, and shows the command that repeats its measurement. Times come from one
+machine at one time. Ratios depend less on the machine.
+"""
+METHODS = """\
+## Differences over seeds
+
+Runs with the same seed start from the same weights and see the same tasks. We compare them in pairs:
+Student's t test is applied to the differences by seed, and Holm's method corrects its p for the number of
+comparisons on a page. A page says *higher* or *lower* if the corrected p is below 0.05, and *no difference
+shown* otherwise. Intervals are 95% intervals of the mean difference and are not corrected. So an interval may
+exclude 0 although no difference is shown.
 """
 
 
 def pages() -> dict[str, str]:
     """Text of every page and chart, by file name."""
     files: dict[str, str] = {}
-    listing = []
+    entries = {}
     for path in sorted(RESULTS.glob("*.json")):
-        document = json.loads(path.read_text(encoding="utf-8"))
-        document = VIEWS.get(path.stem, dict)(document)
-        if path.stem in OUTCOMES:
-            document["about"] += f"\n\n**Result.** {OUTCOMES[path.stem](document)}"
+        data = json.loads(path.read_text(encoding="utf-8"))
+        document = VIEWS.get(path.stem, dict)(data)
+        document.setdefault("lead", path.stem in LEADS and LEADS[path.stem](data))
+        if not document["lead"]:
+            raise SystemExit(f"{path.name}: no lead. Add one to benchmarks/leads.")
         files |= document.pop("charts", {})
         files[f"{path.stem}.md"] = page(path, document)
-        listing.append(f"* [{title(path, document)}]({path.stem}.md)")
-    files["index.md"] = INTRODUCTION + "\n" + ("\n".join(listing) or "Nothing has been measured yet.") + "\n"
+        entries[path.stem] = f"* [{document['title']}]({path.stem}.md): {document['lead'][1]}"
+    files["index.md"] = index(entries)
     return files
 
 
-def title(path: Path, document: Mapping[str, Any]) -> str:
-    """The title of the result, or its file name as words."""
-    return str(document.get("title") or capital(words(path.stem)))
+def index(entries: Mapping[str, str]) -> str:
+    """The list of the pages, by question."""
+    if missing := entries.keys() - {name for names in QUESTIONS.values() for name in names}:
+        raise SystemExit(f"no question in benchmarks/leads/__init__.py for: {', '.join(sorted(missing))}")
+    sections = [
+        "\n".join([f"## {question}", "", *(entries[name] for name in names if name in entries)]) + "\n"
+        for question, names in QUESTIONS.items()
+    ]
+    return "\n".join([INTRODUCTION, *sections, METHODS])
 
 
 def page(path: Path, document: Mapping[str, Any]) -> str:
-    """One result as Markdown."""
-    lines = [f"# {title(path, document)}", ""]
+    """One result as Markdown: the lead, the findings, how it was measured, and the tables."""
+    lines = [f"# {document['title']}", ""]
     lines += [f"<!-- Written by `python benchmarks/report.py` from {path.relative_to(ROOT)}. -->", ""]
-    if about := document.get("about"):
-        lines += [str(about), ""]
-    if command := document.get("command"):
-        lines += ["```text", f"$ {command}", "```", ""]
+    lines += [" ".join(document["lead"]), ""]
+    if findings := document.get("findings"):
+        lines += [findings if isinstance(findings, str) else "\n".join(f"* {line}" for line in findings), ""]
     body = {key: value for key, value in document.items() if key not in HEADER}
     if isinstance(body.get("machine"), Mapping) and "memory" in body["machine"]:
         body["machine"] = describe_machine(body["machine"])
-    lines += section(body, level=2)
-    lines += [f"All data: `{path.relative_to(ROOT)}`."]
+    tables, note = say_brackets_once(section(body, level=2))
+    lines += ["## How it was measured", ""]
+    lines += [str(document["about"]), ""]
+    lines += [note, ""] if note else []
+    lines += ["```text", f"$ {document['command']}", "```", ""]
+    lines += [*tables, f"All data: `{path.relative_to(ROOT)}`."]
     return "\n".join(lines) + "\n"
+
+
+def say_brackets_once(lines: Sequence[str]) -> tuple[list[str], str]:
+    """The tables, and the explanation of their brackets if it is the same for all of them."""
+    said = [line for line in lines if line.startswith("Cells show ")]
+    if len(said) < 2 or len(set(said)) > 1:
+        return list(lines), ""
+    kept = [line for i, line in enumerate(lines) if line != said[0] and lines[max(i - 1, 0)] != said[0]]
+    return kept, said[0].replace("Cells show", "Cells with brackets show").replace(", with", " with")
 
 
 def describe_machine(machine: Mapping[str, Any]) -> str:
@@ -198,8 +229,8 @@ def brackets(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[
         named = ", ".join(f"*{words(key)}*" for key in ranges)
         return [f"Cells show means with 95% intervals. Cells of {named} show medians with ranges.", ""]
     if ranges:
-        return ["Cells show medians over repeated runs, with ranges in brackets.", ""]
-    return ["Cells show means, with 95% intervals in brackets.", ""] if intervals else []
+        return [MEDIANS, ""]
+    return [MEANS, ""] if intervals else []
 
 
 def scale(key: str, values: Sequence[Any], by_seed: Callable[[float], str]) -> Callable[[float], str]:

@@ -48,7 +48,7 @@ from perilune.models.config.layer_kinds import Experts
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.rollout.groups import map_groups
-from recipe_runs import HERE, describe_differences, described, document, options, run_recipe, write
+from recipe_runs import HERE, describe_differences, document, options, run_recipe, write
 
 RECIPE = HERE / "cold_start.yaml"
 MIXTURE = PRESETS["tiny"].replace(architecture="qwen3_moe", num_layers=4, experts=Experts(16, 2, 48))
@@ -125,7 +125,8 @@ def main() -> None:
     findings, comparisons = compare_climbs(climbs)
     result = {
         "title": "Routing replay: sampler-learner gap, training, and transfer of routes",
-        "about": described(ABOUT, [*describe_gaps(gaps), *findings, *describe_transport(transport)]),
+        "about": ABOUT,
+        "findings": [*describe_gaps(gaps), *findings, *describe_transport(transport)],
     }
     tables = {
         "gap between sampler and learner": gaps,

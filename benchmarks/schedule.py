@@ -26,7 +26,7 @@ from perilune.bundle.freeze import copy_for_attempt
 from perilune.bundle.workspace import SCHEDULE
 from perilune.execution.placements.local import restore_outputs
 from perilune.files import read_json_lines, sha256_file
-from recipe_runs import HERE, described, document, run_recipe, write
+from recipe_runs import HERE, document, run_recipe, write
 
 STAGE = "ahead_2"
 SAVE_EVERY = 5
@@ -70,7 +70,8 @@ def main() -> None:
     ]
     result = {
         "title": "An asynchronous run repeated from its schedule log",
-        "about": described(ABOUT, findings),
+        "about": ABOUT,
+        "findings": findings,
     }
     write(arguments.out, result | {"runs": rows} | document("schedule.py", sys.argv[1:], began))
 

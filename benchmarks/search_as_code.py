@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from perilune.metrics.across_seeds import compare_over_seeds
-from recipe_runs import HERE, described, document, for_seeds, mean_pass_rate, options, run_recipe, write
+from recipe_runs import HERE, document, for_seeds, mean_pass_rate, options, run_recipe, write
 
 RECIPE = HERE / "search_as_code.yaml"
 MODES = {"calls": "single calls", "code": "code"}
@@ -38,8 +38,7 @@ same because of these programs and the BM25 search, not because of the weights. 
 that a language model would choose such programs by itself, or how it handles documents in English. The number
 of tokens that each arm needs depends on the demonstrations.
 
-Differences over paired seeds are tested with Student's t test. Holm's correction of p covers all
-comparisons of this page. Intervals are not corrected."""
+Differences are tested [over paired seeds](index.md#differences-over-seeds)."""
 
 
 def main() -> None:
@@ -100,7 +99,8 @@ def report(by_seed: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     ]
     return {
         "title": "Search as code against single function calls",
-        "about": described(ABOUT, findings),
+        "about": ABOUT,
+        "findings": findings,
         "over seeds": [
             {key: rows[0][key] if key in ("mode", "corpora") else [row[key] for row in rows] for key in names}
             for rows in zip(*by_seed, strict=True)

@@ -9,6 +9,7 @@ from html import escape
 from statistics import fmean
 from typing import Any
 
+from leads.text import count, listed
 from perilune.metrics.proportion import wilson_interval
 
 WIDTH, HEIGHT = 250, 160  # of a panel
@@ -56,11 +57,11 @@ Run = Mapping[str, Any]
 def view(document: Mapping[str, Any]) -> dict[str, Any]:
     """The document with tables, findings and charts."""
     page: dict[str, Any] = {"title": "Self-play", "command": document["command"]}
-    about, charts = [ABOUT], {}
+    text, charts = [], {}
     for game, runs in document["runs"].items():
         picture = f"selfplay_{game}.svg"
         charts[picture] = chart(runs, PANELS[game])
-        about += [
+        text += [
             f"**{TITLES[game]}**",
             changes(runs),
             f"![Curves of {TITLES[game]} over the steps, three seeds]({picture})",
@@ -72,7 +73,28 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
         if replies := [row for run in runs for row in best_replies(run)]:
             page[TITLES[game]]["mean return of the best response, by the seat of the policy"] = replies
     rest = {key: value for key, value in document.items() if key not in (*page, "runs")}
-    return {**page, "about": "\n\n".join(about), "charts": charts, **rest}
+    page |= {"lead": lead(document["runs"]), "findings": "\n\n".join(text), "about": ABOUT}
+    return {**page, "charts": charts, **rest}
+
+
+def lead(runs: Mapping[str, Sequence[Run]]) -> tuple[str, str]:
+    """The games, and the change of the main figure of each, from imitation to the published policy."""
+    figures = {
+        "tic_tac_toe": "against/minimax",
+        **dict.fromkeys(("kuhn_poker", "leduc_poker"), "exploitability"),
+    }
+    changes = []
+    for game, played in runs.items():
+        start, champion = (
+            fmean(judged(run)[policy][figures[game]] for run in played) for policy in ("start", "champion")
+        )
+        figure = "exploitability" if figures[game] == "exploitability" else "the return against perfect play"
+        changes.append(f"{figure} in {TITLES[game]} from {start:.2f} to {champion:.2f}")
+    return (
+        "A language model of 0.3 million parameters first imitates games, and then trains for 256 steps of "
+        f"self-play in {listed([TITLES[game] for game in runs])}.",
+        f"Self-play changes {listed(changes)} (means over {count(len(next(iter(runs.values()))), 'seed')}).",
+    )
 
 
 def judged(run: Run) -> dict[str, Mapping[str, float]]:

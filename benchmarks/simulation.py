@@ -35,7 +35,7 @@ from perilune.simulate.engine import SimulatedEngine, SimulatedModel, StepLog
 from perilune.simulate.recording import RecordedEngine
 from perilune.simulate.step_cost import StepCost
 from plan_accuracy import command
-from recipe_runs import HERE, described, document, write
+from recipe_runs import HERE, document, write
 
 FULL = PRESETS["tiny"]
 WINDOWS = FULL.replace(architecture="gemma3_text", windows=(64, 64, None))
@@ -534,7 +534,8 @@ def report(
     ]
     return {
         "title": "Simulated runs against real ones",
-        "about": described(ABOUT, findings),
+        "about": ABOUT,
+        "findings": findings,
         "engine": closed,
         "arriving requests": opened,
         "RL stages": stages,

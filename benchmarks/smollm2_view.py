@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from recipe_runs import describe_differences, described
+from leads.text import change, listed
+from recipe_runs import describe_differences
 
 Run = Mapping[str, Any]
 Arm = tuple[str, str]  # a recipe, and a stage or STAGE/PART
@@ -36,12 +37,11 @@ COMPARED: Mapping[str, Sequence[tuple[Arm, Arm]]] = {  # by environment: an arm,
 ABOUT = (
     "The recipes in `recipes/smollm2/` train SmolLM2-135M-Instruct (135 million parameters) on two CPU cores "
     "and evaluate it on held-out tasks. `instructions`, `lora`, `preference` and `flywheel` start from the "
-    "same model and are evaluated on the same requests. In `system_prompt`, only the evaluation "
-    "`told` shows the system prompt to the model. Intervals in the tables are 95% bootstrap intervals "
-    "over the tasks of one seed. Other programs used the machines too, so the seconds are upper bounds. "
-    "Differences over paired seeds are tested with Student's t test. Holm's correction of p covers the "
-    "comparisons in one environment. Intervals are not corrected. The page claims a difference if the "
-    "corrected p is below 0.05."
+    "same model and are evaluated on the same requests. In `system_prompt`, only the evaluation `told` shows "
+    "the system prompt to the model. Intervals in the tables are 95% bootstrap intervals over the tasks of "
+    "one seed. Other programs used the machines too, so the seconds are upper bounds. Differences are tested "
+    "[over paired seeds](index.md#differences-over-seeds). Holm's correction covers the comparisons in one "
+    "environment."
 )
 
 
@@ -53,7 +53,8 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
         for run in runs
         for stage, figures in _evaluations(run)
     }
-    findings, rows = [], []
+    findings: list[str] = []
+    rows: list[dict[str, Any]] = []
     for pairs in COMPARED.values():
         differences = {
             f"`{'/'.join(arm)}` against `{'/'.join(other)}`": [
@@ -71,7 +72,9 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
     all_seeds = " ".join(map(str, sorted({run["seed"] for run in runs})))
     return {
         "title": "Recipes for SmolLM2-135M",
-        "about": described(ABOUT, findings),
+        "lead": lead(rows),
+        "about": ABOUT,
+        "findings": findings,
         "command": f"python benchmarks/smollm2.py --seeds {all_seeds}",
         "evaluations": [
             _labels(run, stage)
@@ -107,6 +110,23 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
         "versions": runs[-1]["versions"],
         "processor": ", ".join(sorted({run["processor"] for run in runs})),
     }
+
+
+def lead(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """The recipes, and what RL changes in three of them."""
+    changes = [
+        f"{change(next(row for row in rows if row['comparison'] == f'`{arm}` against `{other}`'))} {words}"
+        for arm, other, words in (
+            ("instructions/after_rl", "instructions/before", "on instructions"),
+            ("arithmetic/after_rl", "arithmetic/after_sft", "on sums after SFT"),
+            ("calculator/after_rl", "calculator/after_sft", "with a calculator after SFT"),
+        )
+    ]
+    return (
+        "The recipes in `recipes/smollm2/` train SmolLM2-135M-Instruct (135 million parameters) on two CPU "
+        "cores and evaluate it on held-out tasks.",
+        f"RL changes pass@1 by {listed(changes)}.",
+    )
 
 
 def _evaluations(run: Run) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from perilune.files import read_json_lines
 from perilune.recipe.load import bundled_recipe
-from recipe_runs import described, document, for_seeds, options, run_recipe, write
+from recipe_runs import document, for_seeds, options, run_recipe, write
 
 ABOUT = """\
 The teacher espeak-ng speaks digits in a synthetic voice. Perilune fits a codec to 600 of its utterances. It
@@ -66,7 +66,8 @@ def result(rows: list[dict[str, Any]], run: Mapping[str, Any], made: Mapping[str
     ]
     return {
         "title": "Word error rate of a small voice trained in minutes",
-        "about": described(ABOUT, findings),
+        "about": ABOUT,
+        "findings": findings,
         "word_error_rates": rows,
         "codec": {
             key: codec[key] for key in ("frames_per_second", "bits_per_second", "decoder_parameters", "steps")

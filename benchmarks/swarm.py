@@ -18,7 +18,7 @@ from typing import Any
 from perilune.data.episode import Episode
 from perilune.data.episodes_file import read_episodes
 from perilune.metrics.across_seeds import SeedComparison, compare_over_seeds
-from recipe_runs import HERE, described, document, for_seeds, options, run_recipe, write
+from recipe_runs import HERE, document, for_seeds, options, run_recipe, write
 
 RECIPE = HERE.parent / "recipes" / "swarm.yaml"
 NO_BUDGET, NO_TERMS = "rl.environment.critical_budget=null", "rl.auxiliary_rewards=null"
@@ -116,7 +116,8 @@ def report(seeds: Sequence[int], runs: Sequence[Mapping[str, Mapping[str, float]
     compared = compare_over_seeds(differences)
     return {
         "title": "A swarm with PARL: failure modes and remedies",
-        "about": described(ABOUT, findings(of, compared)),
+        "about": ABOUT,
+        "findings": findings(of, compared),
         "mean over seeds": [
             {"rewards": arm, **{name: fmean(of(arm, name)) for name in runs[0][arm]}}
             for arm in ("after SFT", *ARMS)

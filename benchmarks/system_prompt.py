@@ -15,7 +15,6 @@ from recipe_runs import (
     SEEDS_ARE_THE_UNIT,
     at_steps,
     compare_arms,
-    described,
     document,
     for_seeds,
     options,
@@ -62,7 +61,8 @@ def main() -> None:
     findings, differences = compare_arms(runs, STAGES, COMPARED)
     result = {
         "title": "Distilling a system prompt into the weights",
-        "about": described(ABOUT, findings),
+        "about": ABOUT,
+        "findings": findings,
         "accuracy": {
             name: {
                 key: [run[stage]["summary"][key]["mean"] for run in runs]

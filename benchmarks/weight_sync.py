@@ -30,7 +30,7 @@ from perilune.models.text.tokenizer import Tokenizer
 from perilune.weights.delta import BoundsComparison, CopyComparison, Update, WeightReader, WeightWriter
 from perilune.weights.precision import engine_dtypes
 from perilune.weights.push import find_server
-from recipe_runs import described, document, options, write
+from recipe_runs import document, options, write
 
 RATES = (1e-6, 3e-6, 1e-5, 1e-4, 1e-3)
 STARTS = ("published", "trained")
@@ -316,7 +316,8 @@ def report(rows: list[dict[str, Any]], times: list[dict[str, Any]]) -> dict[str,
     ]
     return {
         "title": "Size of weight updates: deltas against whole weights",
-        "about": described(ABOUT, findings),
+        "about": ABOUT,
+        "findings": findings,
         "by learning rate": rows,
         "seconds": times,
     }

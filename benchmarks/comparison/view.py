@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from leads.text import count, listed
 from perilune.metrics.across_seeds import SeedComparison, compare_over_seeds, t_interval
 
 from .chart import panels
@@ -69,13 +70,11 @@ def view(document: Mapping[str, Any], suite: Suite = TINY) -> dict[str, Any]:
             settings[name] = arms
     compared = compare(settings)
     page: dict[str, Any] = {"title": suite.title, "command": document["command"]}
-    about, charts = [outcome(compared, suite), measurement(suite)], {}
-    if note := document.get("note"):
-        about.insert(1, f"**Note.** {note}")
+    text, charts = [], {}
     for name, arms in settings.items():
         title, picture = document["settings"][name]["title"], f"algorithms_{name}.svg"
         charts[picture] = _chart(arms)
-        about += [
+        text += [
             f"**{title}**",
             "\n".join(f"* {sentence}" for sentence in findings(name, arms, compared)),
             f"![Pass rate against CPU seconds, one panel per arm]({picture})",
@@ -87,13 +86,16 @@ def view(document: Mapping[str, Any], suite: Suite = TINY) -> dict[str, Any]:
         for key, value in document.items()
         if key not in (*page, "note", "settings", "records", "learning_rates")
     }
-    return {**page, "about": "\n\n".join(about), "charts": charts, **rest}
+    if note := document.get("note"):
+        text.append(f"**Note.** {note}")
+    page |= {"lead": outcome(compared, suite), "findings": "\n\n".join(text), "about": measurement(suite)}
+    return {**page, "charts": charts, **rest}
 
 
 def measurement(suite: Suite) -> str:
     """The text on how a suite was measured."""
     return f"""\
-**How it was measured.** An *arm* is one algorithm with its default options, except for the keys in
+An *arm* is one algorithm with its default options, except for the keys in
 `benchmarks/comparison/{suite.name}.yaml`. {suite.about}All arms of a seed start from {suite.start}, and see
 the same tasks in the same order. They train on the same number of episodes, with {suite.updates} optimizer
 updates per batch of rollouts. (For `dapo` the number is only about the same, because it resamples dead
@@ -105,22 +107,36 @@ groups.) The learning rate of each arm is the best of {suite.rates} on a seed th
   are CPU seconds of the training process, without scoring and without the first step. Other programs only add
   time, so for each step we use the lowest CPU time per episode of all seeds, times the number of episodes.
 
-Differences are tested with a paired t test over seeds. Holm's correction covers all comparisons of this page.
-Intervals are not corrected. We write "higher" or "lower" if the corrected p is below 0.05, and "no difference
-shown" otherwise. In the charts the line is the mean over seeds, the band is the range, and gray is the
-reference arm."""
+Differences are tested [over paired seeds](index.md#differences-over-seeds). In the charts the line is the
+mean over seeds, the band is the range, and gray is the reference arm."""
 
 
-def outcome(compared: Comparisons, suite: Suite) -> str:
+def outcome(compared: Comparisons, suite: Suite) -> tuple[str, str]:
     """Two sentences: the comparison, and its outcome."""
-    arms = {arm for _, _, arm in compared}
-    claimed = sorted(
-        {f"`{arm}`" for (_, _, arm), result in compared.items() if result.conclusion in ("higher", "lower")}
-    )
-    verdict = f"Only {', '.join(claimed)} differ from GRPO" if claimed else "None differs from GRPO"
+    settings = {setting for setting, _, _ in compared}
+    verdicts = []
+    for question, words in (("episodes", "after as many episodes"), ("seconds", "after as much CPU time")):
+        found = [
+            f"{conclusion} with {listed(arms)}"
+            for conclusion in ("higher", "lower")
+            if (arms := _concluded(compared, question, conclusion))
+        ]
+        verdicts.append(f"{words}, it is {listed(found) if found else 'not shown to differ with any'}")
     return (
-        f"The page compares {len(arms)} algorithms and variants with GRPO on {suite.models}, seed by seed."
-        f" {verdict} in at least one setting, after correction for the number of comparisons."
+        f"RL with {len({arm for _, _, arm in compared})} algorithms and variants is compared with GRPO on"
+        f" {suite.models}, in {count(len(settings), 'setting')}.",
+        f"The pass rate differs from that of GRPO as follows in at least one setting: {'; '.join(verdicts)}.",
+    )
+
+
+def _concluded(compared: Comparisons, question: str, conclusion: str) -> list[str]:
+    """The arms with this conclusion in at least one setting."""
+    return sorted(
+        {
+            f"`{arm}`"
+            for (_, asked, arm), result in compared.items()
+            if (asked, result.conclusion) == (question, conclusion)
+        }
     )
 
 

@@ -13,6 +13,10 @@ GOAL = 3.0  # times as fast as `generate`
 LEVEL = 0.95  # two engines with a higher ratio count as equally fast, since runs differ by this much
 UNDISTURBED = 0.9  # share of the seconds that a process of one thread should get
 
+SETUP = (
+    "Perilune's engine, `generate` of transformers, OpenVINO GenAI and llama.cpp run the same sampling "
+    "workloads with models of three sizes on one and two CPU cores."
+)
 SLOWER = """\
 Perilune's engine is slower than another engine in the cases of the table:
 
@@ -32,7 +36,8 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
     """The document with its records as tables, and with paragraphs that compare the engines."""
     records = document["records"]
     page = {key: value for key, value in document.items() if key != "records"}
-    page["about"] = "\n\n".join([document["about"], *standing(records)])
+    speed, *details = standing(records)
+    page |= {"lead": (SETUP, speed), "findings": "\n\n".join(details)}
     groups: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for record in records:
         cores = "one core" if record["cores"] == 1 else f"{record['cores']} cores"
@@ -64,7 +69,7 @@ def _row(record: Record) -> dict[str, Any]:
 
 
 def standing(records: Sequence[Record]) -> list[str]:
-    """Paragraphs: ratios to `generate` and to the fastest other engine, and the cases where we are slower."""
+    """A sentence with the ratios to `generate` and to the fastest other engine, then paragraphs."""
     cases: dict[tuple[Any, ...], dict[str, Record]] = {}
     for record in records:
         if "failed" not in record and not record["faults"]:
@@ -73,23 +78,24 @@ def standing(records: Sequence[Record]) -> list[str]:
     cases = {key: engines for key, engines in cases.items() if OURS in engines and len(engines) > 1}
     if not cases:
         return ["Perilune's engine has not been compared with another engine yet."]
-    paragraphs = []
+    parts, paragraphs = [], []
     against = {key: _ratio(engines[OURS], engines[BASE]) for key, engines in cases.items() if BASE in engines}
     if against:
         goal = sum(ratio >= GOAL for ratio in against.values())
+        parts.append(f"{_span(against.values())} times as fast as `generate` of transformers")
         paragraphs.append(
-            f"Perilune's engine is {_span(against.values())} times as fast as `generate` of transformers, "
-            f"and at least {GOAL:g} times as fast in {goal} of {len(against)} comparisons."
+            f"Perilune's engine is at least {GOAL:g} times as fast as `generate` in {goal} of {len(against)} "
+            "comparisons."
         )
     best = {key: _best(engines) for key, engines in cases.items()}
     best = {key: name for key, name in best.items() if name and not name.startswith(BASE)}
     ratios = {key: _ratio(cases[key][OURS], cases[key][name]) for key, name in best.items()}
     behind = {key: ratio for key, ratio in ratios.items() if ratio < LEVEL}
     if ratios:
+        parts.append(f"{_span(ratios.values())} times as fast as the fastest other engine")
         paragraphs.append(
-            f"Perilune's engine is {_span(ratios.values())} times as fast as the fastest other engine of "
-            f"each comparison, and at least {LEVEL:g} times as fast in "
-            f"{len(ratios) - len(behind)} of {len(ratios)}."
+            f"Perilune's engine is at least {LEVEL:g} times as fast as the fastest other engine in "
+            f"{len(ratios) - len(behind)} of {len(ratios)} comparisons."
         )
     slower = [
         _reasons(key, cases[key], best[key], ratio)
@@ -113,7 +119,7 @@ def standing(records: Sequence[Record]) -> list[str]:
             "A float32 or bfloat16 KV cache is four or two times as large as the u8 cache of other engines. "
             "`perilune-int8` has an int8 cache."
         )
-    return paragraphs
+    return [f"Perilune's engine is {', and '.join(parts)}.", *paragraphs]
 
 
 def _disturbed(record: Record) -> bool:

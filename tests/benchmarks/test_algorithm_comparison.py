@@ -57,23 +57,24 @@ def page_of(**arms: list[tuple[float, float]]) -> dict[str, Any]:
 
 def test_view_separates_differences_from_noise() -> None:
     base = [(0.70, 10.0), (0.72, 10.0), (0.71, 10.0)]
-    about = page_of(
+    page = page_of(
         grpo=base,
         better=[
             (rate + 0.10 + jitter, 10.0) for (rate, _), jitter in zip(base, (0, 0.001, 0.002), strict=True)
         ],
         noise=[(0.76, 10.0), (0.68, 10.0), (0.73, 10.0)],
         leans=[(0.75, 10.0), (0.73, 10.0), (0.73, 10.0)],
-    )["about"]
-    assert "`better` against `grpo` at equal episodes: higher (+10.1 points" in about
-    assert "No difference from `grpo` shown at equal episodes: `noise`, `leans`." in about
-    assert about.startswith("The page compares 3 algorithms and variants with GRPO")
-    assert "Only `better` differ" in about
+    )
+    assert "`better` against `grpo` at equal episodes: higher (+10.1 points" in page["findings"]
+    assert "No difference from `grpo` shown at equal episodes: `noise`, `leans`." in page["findings"]
+    compared, found = page["lead"]
+    assert compared.startswith("RL with 3 algorithms and variants is compared with GRPO")
+    assert "after as many episodes, it is higher with `better`;" in found
 
 
 def test_view_makes_no_claim_from_two_seeds() -> None:
-    about = page_of(grpo=[(0.70, 10.0), (0.72, 10.0)], other=[(0.80, 10.0), (0.8201, 10.0)])["about"]
-    assert "`other` against `grpo` at equal episodes: too few seeds for a claim" in about
+    page = page_of(grpo=[(0.70, 10.0), (0.72, 10.0)], other=[(0.80, 10.0), (0.8201, 10.0)])
+    assert "`other` against `grpo` at equal episodes: too few seeds for a claim" in page["findings"]
 
 
 def test_slow_arm_is_compared_at_equal_seconds() -> None:
@@ -103,10 +104,10 @@ def test_view_corrects_all_comparisons_together() -> None:
     base = [(0.70, 10.0)] * 3
     arm = [(0.75 + shift, 10.0) for shift in jitter]
     flat = [(0.70 + shift, 10.0) for shift in (0.01, -0.01, 0.0)]
-    assert "`arm` against `grpo` at equal episodes: higher" in page_of(grpo=base, arm=arm)["about"]
+    assert "`arm` against `grpo` at equal episodes: higher" in page_of(grpo=base, arm=arm)["findings"]
     others = {f"other{n}": flat for n in range(9)}
     page = page_of(grpo=base, arm=arm, **others)
-    assert "No difference from `grpo` shown at equal episodes: `arm`, `other0`" in page["about"]
+    assert "No difference from `grpo` shown at equal episodes: `arm`, `other0`" in page["findings"]
 
 
 def test_view_reports_and_excludes_stopped_runs() -> None:
@@ -117,7 +118,7 @@ def test_view_reports_and_excludes_stopped_runs() -> None:
         "settings": {"toy": {"title": "A toy", "arms": {"grpo": {}, "frail": {}}}},
         "records": records,
     })  # fmt: skip
-    assert "`frail` was stopped by a check with seed 2." in page["about"]
+    assert "`frail` was stopped by a check with seed 2." in page["findings"]
     (row,) = page["A toy"]["against grpo at equal episodes"]
     assert len(row["by seed"].split(",")) == 2
 

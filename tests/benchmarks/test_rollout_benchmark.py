@@ -63,7 +63,7 @@ def test_engines_do_the_same_work(smoke: dict[str, Any]) -> None:
 def test_view_shows_every_record(smoke: dict[str, Any]) -> None:
     page = view(smoke)
     assert [row["engine"] for row in page["ragged"]["one core"]] == ["perilune", "transformers"]
-    assert "times as fast as `generate` of transformers" in page["about"]
+    assert "times as fast as `generate` of transformers" in page["lead"][1]
 
 
 def test_floor_counts_flops_and_reads() -> None:
@@ -198,11 +198,12 @@ def test_view_lists_slower_cases_with_reasons() -> None:
     small = record("perilune-int8", [1.0, 1.0, 2.0], kv_cache="int8")
     peer = record("openvino", [1.0, 1.0, 1.0], kv_cache="u8", peak_mb=50.0)
     slow = record("transformers", [8.0, 9.0, 8.0])
-    text = view(document(ours, small, peer, slow))["about"]
-    assert (
-        "4.00 times as fast as `generate` of transformers, and at least 3 times as fast in 1 of 1"
-        in text.replace("\n", " ")
+    page = view(document(ours, small, peer, slow))
+    assert page["lead"][1].startswith(
+        "Perilune's engine is 4.00 times as fast as `generate` of transformers, and 0.50"
     )
+    text = page["findings"]
+    assert "at least 3 times as fast as `generate` in 1 of 1" in text
     (row,) = (line for line in text.splitlines() if line.startswith("| T group, float32, one core |"))
     assert row.split(" | ")[1:] == ["openvino", "0.50", "10.00", "0.83", "1.00", "20%", "", "25%", "50% |"]
     assert "at most 2.0 times as high" in text
@@ -210,7 +211,7 @@ def test_view_lists_slower_cases_with_reasons() -> None:
 
 def test_view_reports_busy_machine() -> None:
     ours = record("perilune", [2.0], processor_seconds=[1.7])
-    text = view(document(ours, record("transformers", [2.0])))["about"]
+    text = view(document(ours, record("transformers", [2.0])))["findings"]
     assert "In 1 of 2 measurements other processes used the same cores" in text
 
 
@@ -222,4 +223,4 @@ def test_view_shows_wrong_and_failed_records_without_comparing() -> None:
     rows = {row["engine"]: row for row in page["group"]["one core"]}
     assert rows["llama.cpp"]["KV cache"] == "failed: out of memory"
     assert rows["openvino"]["wrong"] == "samples that are the same"
-    assert "2.00 times" in page["about"] and "fastest other engine" not in page["about"]
+    assert page["lead"][1] == "Perilune's engine is 2.00 times as fast as `generate` of transformers."

@@ -1,0 +1,122 @@
+"""Leads of the pages on agents, long contexts, environments and games."""
+
+from collections.abc import Sequence
+from statistics import median
+
+from .text import Document, Lead, Leads, change, count, mean_share, span
+
+
+def agent_program(document: Document) -> Lead:
+    rows = document["by seed"]
+    before, after = ([row[f"pass@1 {when}"] for row in rows] for when in ("before", "after"))
+    return (
+        "RL trains a tiny model inside the unchanged agent program smolagents, on products of two-digit "
+        f"numbers, over {count(len(rows), 'seed')}.",
+        f"Mean pass@1 on held-out tasks goes from {mean_share(before)} to {mean_share(after)}, a change of "
+        f"{change(document['comparison'][0])}.",
+    )
+
+
+def contexts(document: Document) -> Lead:
+    rates = {row["context"]: median(row["pass@1 by seed"]) for row in document["accuracy and tokens"]}
+    return (
+        "A tiny model reads a long episode whose context is full before the end, under several rules for "
+        "what the context keeps.",
+        f"Median pass@1 is {rates['policy']:.1%} if the model folds its notes itself (`policy`), "
+        f"{rates['drop_output']:.1%} if old outputs are dropped (`drop_output`), {rates['fold']:.1%} if old "
+        f"turns are dropped (`fold`), and {rates['whole conversation']:.1%} with the whole conversation in a "
+        "longer context.",
+    )
+
+
+def search_as_code(document: Document) -> Lead:
+    tokens: dict[str, list[float]] = {}
+    rates: dict[str, list[float]] = {}
+    for row in document["over seeds"]:
+        tokens.setdefault(row["mode"], []).append(median(row["whole context"]))
+        rates.setdefault(row["mode"], []).append(median(row["pass@1"]))
+    return (
+        "A tiny model answers questions about documents either with code that calls search functions or with "
+        "single function calls.",
+        f"With code, an answer needs a context of {span(tokens['code'], '.0f')} tokens and reaches a median "
+        f"pass@1 of {span(rates['code'], '.1%')}; with single calls, it needs {span(tokens['calls'], '.0f')} "
+        f"tokens and reaches {span(rates['calls'], '.1%')}.",
+    )
+
+
+def swarm(document: Document) -> Lead:
+    steps = {row["rewards"]: row["critical steps"] for row in document["mean over seeds"]}
+    spawning = {row["rewards"]: row["episodes that spawn"] for row in document["mean over seeds"]}
+    every = "performance, parallel, finish, budget"
+    test = document["accuracy against performance"][0]["difference of accuracy"]
+    return (
+        "RL trains an agent that may start sub-agents to look up eight values, with all reward terms of PARL "
+        "(parallel-agent RL) and with the reward for right answers alone.",
+        f"With all terms and a budget, {spawning[every]:.0%} of the episodes start sub-agents and an episode "
+        f"takes {steps[every]:.1f} sequential steps; with the reward for right answers alone, it is "
+        f"{spawning['performance']:.0%} of the episodes and {steps['performance']:.1f} steps, and accuracy "
+        f"differs by {100 * test['mean']:+.1f} points (95% interval {100 * test['low']:+.1f} to "
+        f"{100 * test['high']:+.1f}).",
+    )
+
+
+def environments(document: Document) -> Lead:
+    times = [row["separate process, µs per step"] for row in document["environments"].values()]
+    ratios = [row["separate process / adapter"] for row in document["environments"].values()]
+    return (
+        f"The same moves are played in {count(len(times), 'environment')} directly, through Perilune's "
+        "adapter, and in a separate process, as in runs.",
+        f"In a separate process, a step takes {span(times, ',.0f')} µs of CPU time, {span(ratios, '.1f')} "
+        "times as long as in the same process.",
+    )
+
+
+def game_teachers(document: Document) -> Lead:
+    matches = [row for row in document["matches"] if row["against"] == "random"]
+    won = sum(_is_positive(row["mean return"]) for row in matches)
+    games: dict[str, float] = {}
+    for row in document["exploitability"]:
+        games[row["game"]] = min(row["exploitability"], games.get(row["game"], row["exploitability"]))
+    return (
+        f"Teachers for {count(len(document['best teacher of each game']), 'game')} play against random "
+        f"moves and against each other, and their exploitability is measured in {count(len(games), 'game')}.",
+        f"In {won} of {len(matches)} matches, the teacher beats random play (95% interval of its mean "
+        "return above 0), and the least exploitable teachers have an exploitability of "
+        f"{span(games.values(), '.2g')}.",
+    )
+
+
+def _is_positive(interval: str) -> bool:
+    """True if an interval as text, such as "+0.8 (+0.7 to +0.9)", begins above 0."""
+    return interval.partition("(")[2].startswith("+")
+
+
+def accuracy(records: Sequence[Document], lines: str) -> dict[str, float]:
+    """Median greedy accuracy over seeds of each arm of the recursion benchmark, at one length."""
+    rates: dict[str, list[float]] = {}
+    for record in records:
+        if "greedy" in record["at"].get(lines, {}):
+            rates.setdefault(record["arm"], []).append(record["at"][lines]["greedy"])
+    return {arm: median(values) for arm, values in rates.items()}
+
+
+def recursion(document: Document) -> Lead:
+    short, long = (accuracy(document["records"], lines) for lines in ("32", "2000"))
+    return (
+        "A tiny model answers questions about long contexts of [`oolong`](../how-to/oolong.md) by writing "
+        "code that asks the model itself about each line, or without such code.",
+        f"With code that counts the answers (`counting`), median greedy accuracy is {short['counting']:.1%} "
+        f"on 32 lines and {long['counting']:.1%} on 2,000; with all lines in the prompt (`direct`), it is "
+        f"{short['direct']:.1%} on 32 lines, and 2,000 do not fit.",
+    )
+
+
+LEADS: Leads = {
+    "agent_program": agent_program,
+    "contexts": contexts,
+    "environments": environments,
+    "game_teachers": game_teachers,
+    "recursion": recursion,
+    "search_as_code": search_as_code,
+    "swarm": swarm,
+}

@@ -1,0 +1,144 @@
+"""Leads of the pages on operation: control plane, plans, simulation, live page, serving and speech."""
+
+from collections.abc import Mapping
+from statistics import fmean, median
+
+from .text import Document, Lead, Leads, span
+
+
+def control_plane(document: Document) -> Lead:
+    times = {name: time["median"] for name, time in document["milliseconds"].items()}
+    live = f"{document['live runs']} live runs"
+    return (
+        f"Operations of the control plane run on a database of {document['runs']:,} runs and "
+        f"{document['events']:,} events, in one process on one core.",
+        f"Listing the latest runs takes {times['list the latest runs']:.0f} ms, and reconciling {live} takes "
+        f"{times[f'reconcile {live}']:.0f} ms (medians).",
+    )
+
+
+def staging(document: Document) -> Lead:
+    sizes, seconds = (
+        {name: median(values) for name, values in document["measured"][f"pipe, second: {unit}"].items()}
+        for unit in ("megabytes", "seconds")
+    )
+    return (
+        "Perilune copies a bundle with an input of "
+        f"{document['size of the large input, MB']:.0f} MB to a machine where an earlier run left the same "
+        "input, with the present code and with an earlier version.",
+        f"The present code transfers {sizes['now']:.2f} MB in {seconds['now']:.1f} s, and the earlier "
+        f"version {sizes['before']:.0f} MB in {seconds['before']:.1f} s (medians).",
+    )
+
+
+def follow_latency(document: Document) -> Lead:
+    (row,) = document["latency"]
+    return (
+        "A task on a machine behind `sshd` prints lines, which Perilune copies to the local log.",
+        f"A line arrives after {row['median, seconds']:.2f} s (median), and after "
+        f"{row['maximum, seconds']:.2f} s at most.",
+    )
+
+
+def live_page(document: Document) -> Lead:
+    (watching,), (beside,) = document["watching a run"], document["training beside a page"]
+    mean, low, high = (beside[f"slow-down, percent, {bound}"] for bound in ("mean", "low", "high"))
+    return (
+        "A tiny model trains with GRPO on one core while a browser shows its live page.",
+        f"A point appears on the page after {watching['median delay, seconds']:.2f} s (median), and the "
+        f"page changes the CPU time of a training step by {mean:+.1f}% (95% interval {low:+.1f}% to "
+        f"{high:+.1f}%).",
+    )
+
+
+def plan_accuracy(document: Document) -> Lead:
+    rows = document["recipes"]
+    time, memory = (max(abs(row[f"error of {figure}, %"]) for row in rows) for figure in ("time", "memory"))
+    return (
+        f"`--plan` estimated time and memory of {len(rows)} recipes, which then ran on one thread.",
+        f"The estimate of a recipe's time was off by at most {time:.0f}%, and that of its peak memory by at "
+        f"most {memory:.0f}%.",
+    )
+
+
+def simulation(document: Document) -> Lead:
+    errors = {name: fmean(abs(row["error, %"]) for row in document[name]) for name in ("engine", "RL stages")}
+    speeds = [row["times as fast as real time"] for row in document["engine"]]
+    return (
+        "Simulated sampling workloads and RL stages are compared with real runs on one thread.",
+        f"The predicted time is off by {errors['engine']:.1f}% for a workload and by "
+        f"{errors['RL stages']:.1f}% for an RL stage (means of absolute errors), and a workload is "
+        f"simulated {span(speeds, '.1f')} times as fast as it runs.",
+    )
+
+
+def mcp_questions(document: Document) -> Lead:
+    rows = document["questions"]
+    right = sum(row["right"] in (True, "yes") for row in rows)
+    return (
+        f"A scripted client of the MCP server answered {len(rows)} questions about eight real experiments.",
+        f"{right} of {len(rows)} answers agree with the files of the runs.",
+    )
+
+
+def wiki(document: Document) -> Lead:
+    (build,), (lint,) = document["builds"], document["lint"]
+    return (
+        f"`perilune wiki` builds pages about {build['runs']:,} runs, and its lint looks for "
+        f"{lint['planted']} planted faults.",
+        f"A build takes {build['seconds from nothing']:.1f} s without a cache and "
+        f"{build['seconds without a change']:.1f} s if nothing changed, and lint finds {lint['found']} of "
+        f"{lint['planted']} faults.",
+    )
+
+
+def serve_overhead(document: Document) -> Lead:
+    times = {name: median(row["CPU"]) for name, row in document["microseconds per token"].items()}
+    alone = times["engine alone"]
+    return (
+        "The engine alone and `perilune serve` sample 64 answers at a time with a tiny model.",
+        f"A token takes {alone:.1f} µs of CPU time with the engine alone, "
+        f"{times['server, whole answers']:.1f} µs with the server, and "
+        f"{times['server, streamed answers']:.1f} µs if the server streams (medians).",
+    )
+
+
+def speech(document: Document) -> Lead:
+    audio = _first_audio(document["the pipeline alone, in CPU time"])
+    few, many = min(audio), max(audio)
+    return (
+        f"A small text-to-speech model on one thread speaks {few} to {many} utterances at the same time.",
+        f"The first audio takes {audio[few]} ms of CPU time with {few} stream and {audio[many]} ms with "
+        f"{many} streams (medians).",
+    )
+
+
+def _first_audio(table: Mapping[str, Document]) -> dict[int, float]:
+    return {int(name.split()[0]): row["first audio, ms, p50"] for name, row in table.items()}
+
+
+def speech_voice(document: Document) -> Lead:
+    rates = {row["speaker"]: row["word error rate"] for row in document["word_error_rates"]}
+    voice, seconds = rates["voice"], document["cpu_seconds"]
+    return (
+        "A small text-to-speech model learns to speak digits from utterances of espeak-ng, and a speech "
+        "recognizer transcribes the result.",
+        f"After {sum(seconds.values()):.0f} s of training on the CPU, the word error rate is "
+        f"{voice['mean']:.1%} (95% interval {voice['low']:.1%} to {voice['high']:.1%}), compared with "
+        f"{rates['teacher']['mean']:.1%} for espeak-ng itself.",
+    )
+
+
+LEADS: Leads = {
+    "control_plane": control_plane,
+    "follow_latency": follow_latency,
+    "live_page": live_page,
+    "mcp_questions": mcp_questions,
+    "plan_accuracy": plan_accuracy,
+    "serve_overhead": serve_overhead,
+    "simulation": simulation,
+    "speech": speech,
+    "speech_voice": speech_voice,
+    "staging": staging,
+    "wiki": wiki,
+}
