@@ -111,7 +111,7 @@ class Runner:
         if commands:
             self._shell("\n".join(commands))
         for line in [] if commands else block.text.splitlines():
-            parses(shlex.split(line))
+            parses(shlex.split(line, comments=True))
 
     def _shell(self, text: str) -> None:
         lines = text.replace("\\\n", " ").splitlines()
