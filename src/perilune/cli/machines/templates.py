@@ -54,7 +54,7 @@ def validate(name: Name, as_json: Json = False) -> None:
     For a template that rents machines, also checks the kind of machine against providers.yaml.
 
     \b
-    perilune templates validate box.yaml
+    perilune templates validate gpu1.yaml
     """
     from perilune.control.machines.providers import Providers
 

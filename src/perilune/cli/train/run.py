@@ -65,8 +65,8 @@ def run(
     \b
     perilune run quickstart
     perilune run mine.yaml --set rl.steps=50 --seed 1
-    perilune run mine.yaml --template box --plan
-    perilune run mine.yaml --template box --detach
+    perilune run mine.yaml --template gpu1 --plan
+    perilune run mine.yaml --template gpu1 --detach
     """
     target, options = parse_destination(template, with_ or ())
     command = shlex.join(["perilune", "run", recipe, *options])
