@@ -23,6 +23,7 @@ from perilune.data.episodes_file import read_episodes
 from perilune.environments import make_environment
 from recipe_runs import (
     HERE,
+    SEEDS_ARE_THE_UNIT,
     describe_differences,
     document,
     for_seeds,
@@ -36,18 +37,20 @@ PACKAGE = "smolagents==1.26.0"
 TASKS, TRACES, COMPUTED = 6000, 5000, 0.3
 ABOUT = f"""\
 The agent program is a `CodeAgent` of the unchanged package {PACKAGE}: the model writes Python, and the
-package runs this code. A setting of the package replaces the system prompt of 8,000 characters with two
-words. The tasks are products of two-digit numbers.
+package runs it. A setting of the package replaces its system prompt of 8,000 characters by two words.
 
-SFT trains a tiny model on traces. In 30% of them Python computes the product (`final_answer(37*48)`). The
-other 70% state the product (`final_answer(1776)`), and a model this small cannot learn to multiply. RL then
-takes 12 steps of 8 groups with 8 episodes, and runs the program in each. *First replies that compute* is
-the share of episodes whose first reply lets Python compute the product. pass@1 is on 64 held-out tasks with 2
-episodes each.
+SFT first trains the model on traces. In 30% of them Python computes the product (`final_answer(37*48)`). The
+other 70% state the product (`final_answer(1776)`), which a model this small cannot learn to compute. RL then
+takes 12 steps. Each step runs the program in 64 episodes: 8 groups of 8.
 
-The model learns to copy two numbers into code and to prefer code. Python does the multiplication. After an
-error in its code, the program rewrites earlier messages. Perilune treats a call with rewritten messages as
-a call of a sub-agent. RL trains on these calls too."""
+* *First replies that compute* is the share of episodes in which the model's first reply lets Python compute
+  the product.
+* pass@1 is measured on 64 held-out tasks with 2 episodes each.
+* {SEEDS_ARE_THE_UNIT}
+
+The model learns to copy two numbers into code, and to write code instead of an answer. It does not learn to
+multiply. After an error in its code, the program rewrites earlier messages. Perilune treats a call with
+rewritten messages as the call of a sub-agent, and RL trains on it too."""
 
 
 def main() -> None:

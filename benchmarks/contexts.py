@@ -47,26 +47,30 @@ ARMS: Mapping[str, Sequence[str]] = {
     "policy": (rule("policy"), "traces.strategies={folded: 1.0}"),
 }
 ABOUT = f"""\
-A tiny model trained from scratch reads six shards, one per turn, and must write all six values in its last
-turn (environment `wide_lookup` with `notes: last`). The demonstrations write down each value in the turn
-after its shard. The whole conversation has about 220 tokens. Except in the arm `whole conversation`, a
-context may have at most {LIMIT} tokens. The arms use different rules when the context is full:
+The model is trained from scratch in the environment `wide_lookup` with `notes: last`: it reads six shards,
+one per turn, and must write all six values in its last turn. The demonstrations write down each value in the
+turn after its shard. The whole conversation has about 220 tokens. Except in the arm `whole conversation`, a
+context may have at most {LIMIT} tokens. The arms differ in what happens when the context is full:
 
-* `cut off at the limit`: the model of `whole conversation`, with episodes that end at the limit.
-* `drop_output`, `fold`, `policy`: the rules for the context. In the demonstrations for `policy`, the model
-  also folds its notes after every third shard.
-* *Largest context* is the mean over episodes of the longest context, in tokens.
-* *Total tokens* counts the tokens of all contexts. Tokens that contexts share count once per context,
-  although the prefix cache computes them once.
+* `cut off at the limit`: the episode ends. The model is that of `whole conversation`.
+* `drop_output`, `fold`, `policy`: the [rule](../how-to/long-episodes.md) of this name applies. In the
+  demonstrations for `policy`, the model also folds its notes after every third shard.
 
-Each arm has its own 3,000 traces and 700 steps of SFT. A trace gives one training sequence for each of its
-contexts. Accuracy is on 96 held-out tasks with 2 episodes each. The benchmark has no RL, because after SFT
-the answers of `whole conversation` are nearly all right. It leaves out the rule `summarise`, because there
-are no demonstrations of summaries. {SEEDS_ARE_THE_UNIT}
+The columns:
 
-`fold` loses the values that it folds away, so its accuracy is near 0 by construction. This rule suits tasks
-in which the environment keeps the state. `policy` and `drop_output` keep the values, and the demonstrations
-use them. The benchmark does not measure whether a language model folds well without demonstrations."""
+* *Contexts* is the mean number of contexts per episode.
+* *Largest context* is the length of the longest context of an episode, in tokens, as a mean over episodes.
+* *Total tokens* counts the tokens of all contexts. It counts a token that contexts share once per context,
+  although the prefix cache computes it once.
+
+Each arm has its own 3,000 traces and 700 steps of SFT. A trace gives one training sequence per context.
+pass@1 is measured on 96 held-out tasks with 2 episodes each. There is no RL, because SFT alone makes nearly
+all answers of `whole conversation` right. The rule `summarise` is left out, because there are no
+demonstrations of summaries. {SEEDS_ARE_THE_UNIT}
+
+`fold` loses the values that it folds away, so its pass@1 is near 0 by construction. This rule suits tasks in
+which the environment keeps the state. `policy` and `drop_output` keep the values, and the demonstrations use
+them. The benchmark does not show whether a language model folds well without demonstrations."""
 
 
 def main() -> None:

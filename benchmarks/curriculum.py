@@ -12,19 +12,32 @@ from statistics import fmean
 from typing import Any
 
 from perilune.metrics.across_seeds import compare_over_seeds
-from recipe_runs import HERE, document, for_seeds, mean_pass_rate, options, run_recipe, write
+from recipe_runs import (
+    HERE,
+    SEEDS_ARE_THE_UNIT,
+    document,
+    for_seeds,
+    mean_pass_rate,
+    options,
+    run_recipe,
+    write,
+)
 
 RECIPE = HERE / "curriculum.yaml"
 ARMS = {"uniform": "after_uniform", "drawn": "after_drawn"}
-ABOUT = """\
-A tiny model learns sums of two to six terms by RL, after SFT on sums of two and three terms. Both arms start
-from the same SFT checkpoint and take 40 steps of 16 groups with 8 answers each. One arm samples tasks
-uniformly. The other arm samples tasks by the pass rate of their difficulty.
+ABOUT = f"""\
+A tiny model learns sums of two to six one-digit numbers by RL, after SFT on sums of two and three. Both arms
+start from the same SFT checkpoint and take 40 steps of 16 groups with 8 answers each. The arm `uniform`
+samples tasks uniformly. The arm `drawn` has the curriculum: it draws tasks by the pass rate of their
+difficulty.
 
-In the tables *drawn* is the arm with the curriculum. A live group has answers with different rewards.
-*Effective share of groups* is the effective sample size for estimates over uniform tasks, as a share of the
-groups. pass@1 is on 128 held-out tasks, sampled uniformly. Differences are tested [over paired
-seeds](index.md#differences-over-seeds)."""
+* A *live group* has answers with different rewards. Only such a group contributes to the gradient.
+* *Effective share of groups* is the effective sample size of the drawn tasks, if they are weighted to
+  represent uniform tasks, as a share of the groups.
+* The *difficulty* of a sum is 1 for two numbers without a carry, 2 for two numbers with a carry and for three
+  numbers, and the number of additions for more.
+* pass@1 is measured on 128 held-out tasks, sampled uniformly.
+* {SEEDS_ARE_THE_UNIT}"""
 
 
 def main() -> None:

@@ -35,12 +35,14 @@ COMPARED = (
     ("reverse_kl", "gkd"), ("reverse_kl", "forward_topk"), ("gkd", "imitation"), ("gkd", "teacher"),
 )  # fmt: skip
 ABOUT = f"""\
-A student of 0.3 million parameters learns three-digit sums with written working from a teacher of 0.7
-million. The student samples answers and learns from the teacher's distribution at each sampled token,
-without a reward. `imitation` instead trains on the teacher's own traces for the same number of steps.
+The student samples answers with written working and learns from the teacher's distribution at each sampled
+token, without a reward. The arms differ in the loss: `reverse_kl`, `forward_topk` or `gkd`
+([distillation](../how-to/distillation.md)). The arm `imitation` instead trains on the teacher's own traces
+for the same number of steps. `start` is the student before distillation.
 
-Overlap metrics cover the 16 most likely of 98 tokens. Tables by step show the median and the range over
-seeds. {SEEDS_ARE_THE_UNIT}"""
+The tables by step show [diagnostics](../how-to/distillation.md#diagnostics) of the student's answers. Overlap
+metrics cover the 16 most likely of 98 tokens. The stages of these runs started from the second moments of the
+previous stage's optimizer (`restore_optimizer: true`). {SEEDS_ARE_THE_UNIT}"""
 
 
 def main() -> None:

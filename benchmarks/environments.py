@@ -241,9 +241,9 @@ def measured(
         if "package" in step
         else "not measured",
         "adapter, µs per step": round(step["adapter"] * 1e6, 1),
-        "adapter / package": round(statistics.median(ratios), 2) if ratios else "",
+        "time of adapter / time of package alone": round(statistics.median(ratios), 2) if ratios else "",
         "separate process, µs per step": round(step["own process"] * 1e6, 1),
-        "separate process / adapter": round(statistics.median(apart), 2),
+        "time of separate process / time of adapter": round(statistics.median(apart), 2),
     }
     print(f"{environment.id:28} {row}", flush=True)
     environment.close()
@@ -273,13 +273,13 @@ def main() -> None:
         }
     result = {
         "title": "Time per environment step",
-        "about": "The table shows the CPU time of one environment step with the same moves, measured in three"
-        " ways:\n\n"
+        "about": "The CPU time of an environment step is measured in three ways, with the same moves:\n\n"
         "* with the package alone;\n"
         "* through Perilune's adapter in the same process;\n"
         f"* through the adapter in a separate process, as in runs, with {AT_ONCE} sessions at a time.\n\n"
-        "Times are the sum over all processes and include their communication. Episodes per second are for"
-        " one core with no other work. The time to open an episode is spread over its steps."
+        "Times are the sum over all processes and include their communication. The time to open an episode"
+        " is spread over its steps. *Episodes/s* follows from this time: it is what one core could do without"
+        " other work."
         f" Values are medians of {arguments.rounds}"
         " rounds. For OpenSpiel and reasoning-gym, the package alone does less: it writes no prompts and"
         " parses no moves.",

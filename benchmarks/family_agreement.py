@@ -31,10 +31,10 @@ from recipe_runs import HERE, document, write
 
 LENGTH, TEXTS = 300, 2
 ABOUT = (
-    "The table shows the largest difference between two computations of the same log-probs, in nats, for a"
-    " random float32 checkpoint of each model family. Perilune scores whole sequences in one pass (as in"
-    " learning) and token by token with the KV cache (as in sampling). The reference is transformers, in"
-    " float32 and in float64."
+    "The table shows the largest absolute difference between two computations of the same log-probs, in "
+    "nats. Perilune scores whole sequences in one pass, as in learning, and token by token with the KV "
+    "cache, as in sampling. Transformers computes the same log-probs in float32 and, for reference, in "
+    "float64."
 )
 SHAPE: dict[str, Any] = {
     "vocab_size": 2000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
@@ -102,7 +102,7 @@ def main() -> None:
     arguments = parser.parse_args()
     began, known = time.monotonic(), {}
     if arguments.families:
-        known = json.loads(arguments.out.read_text(encoding="utf-8"))["largest difference"]
+        known = json.loads(arguments.out.read_text(encoding="utf-8"))["largest difference, nats"]
     measured = {name: measure(*FAMILIES[name]) for name in arguments.families or FAMILIES}
     families = {name: (known | measured)[name] for name in FAMILIES if name in known | measured}
     result = document("family_agreement.py", [], began)
@@ -110,7 +110,7 @@ def main() -> None:
         del result["minutes"]  # of a part
     result["versions"]["transformers"] = transformers.__version__
     about = {"title": "Log-probs of Perilune's decoder against transformers", "about": ABOUT}
-    write(arguments.out, about | result | {"largest difference": families})
+    write(arguments.out, about | result | {"largest difference, nats": families})
     for name, figures in measured.items():
         print(name, *(f"{key} {value:.1e}" for key, value in figures.items()))
 

@@ -14,14 +14,17 @@ from recipe_runs import HERE, document, for_seeds, options, run_recipe, write
 
 RECIPE = HERE.parent / "recipes" / "flywheel.yaml"
 ABOUT = """\
-A tiny model trains on its own right answers. After the cold start, few of its answers are right, because
-only one in twenty SFT traces showed working. Each round samples four answers to each of 1,024 new tasks,
-keeps the most likely right answer of each task, and makes 60 optimizer steps on the traces of all rounds.
+After SFT (the cold start), few answers of the model are right, because only one in twenty SFT traces showed
+working. Each round samples four answers to each of 1,024 new tasks, keeps the most likely right answer of
+each task, and makes 60 optimizer steps on the kept answers of all rounds.
 
-The yield is the share of right answers on 256 held-out tasks, with four answers each. Its intervals are
-over tasks. The gain of a round is an odds ratio: the factor by which the round multiplies the odds of a
-right answer. *Rows* are the answers that a round keeps. *Verifier a1/a0* is the probability that the
-verifier accepts a right answer, divided by the probability that it accepts a wrong one."""
+* *Yield* is the share of right answers on 256 held-out tasks, with four answers each. Its intervals are over
+  tasks.
+* The *odds ratio* of a round is the factor by which the round multiplies the odds of a right answer, with its
+  95% interval.
+* *Answers kept* are those of this round. *Tokens per kept answer* is their mean length.
+* *Verifier: accepts right / accepts wrong* is the probability that the verifier accepts a right answer,
+  divided by the probability that it accepts a wrong one. The column gives a lower bound."""
 
 
 def main() -> None:
@@ -47,11 +50,11 @@ def report(seeds: Sequence[int], runs: Sequence[Mapping[str, Any]]) -> dict[str,
 def finding(seed: int, run: Mapping[str, Any]) -> str:
     lines, summary = run["metrics"], run["summary"]
     last = lines[-1]
-    still = "improved it" if last["gain_low"] > 1 else "may not have improved it"
+    still = "raised it" if last["gain_low"] > 1 else "may not have raised it"
     return (
-        f"Seed {seed}: {lines[0]['pass_rate']:.1%} to {last['pass_rate']:.1%} in {summary['rounds']} rounds; "
-        f"the last round {still} (odds ratio {last['gain']:.2f}, "
-        f"{last['gain_low']:.2f} to {last['gain_high']:.2f})."
+        f"Seed {seed}: yield {lines[0]['pass_rate']:.1%} to {last['pass_rate']:.1%} in {summary['rounds']} "
+        f"rounds; the last round {still} (odds ratio {last['gain']:.2f}, {last['gain_low']:.2f} to "
+        f"{last['gain_high']:.2f})."
     )
 
 
@@ -67,9 +70,9 @@ def row(seed: int, line: Mapping[str, Any]) -> dict[str, Any]:
         "yield": interval("pass_rate"),
         "odds ratio": interval("gain"),
         "share of answers accepted": line.get("accept_rate"),
-        "rows": line.get("rows"),
-        "tokens per row": line.get("tokens_per_row"),
-        "verifier a1/a0, at least": line.get("verifier_ratio_low"),
+        "answers kept": line.get("rows"),
+        "tokens per kept answer": line.get("tokens_per_row"),
+        "verifier: accepts right / accepts wrong, at least": line.get("verifier_ratio_low"),
     }
 
 

@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "follow_latency.json"
 SECONDS = 0.25  # between two printed lines
 ABOUT = (
-    "A task prints a line every quarter of a second on a machine behind a real `sshd` on the loopback"
-    " interface. The table shows the delay until the line is in the local log, which `perilune logs -f` and"
-    " the report read. Real machines add the latency of the network. Perilune promises at most two seconds."
+    "The task prints a line every quarter of a second. A real `sshd` runs on the loopback interface, so real"
+    " machines add the latency of the network. The delay ends when the line is in the local log, which"
+    " `perilune logs -f` and the report read. Perilune promises a delay of at most two seconds."
 )
 
 

@@ -62,7 +62,7 @@ def swarm(document: Document) -> Lead:
 
 def environments(document: Document) -> Lead:
     times = [row["separate process, µs per step"] for row in document["environments"].values()]
-    ratios = [row["separate process / adapter"] for row in document["environments"].values()]
+    ratios = [row["time of separate process / time of adapter"] for row in document["environments"].values()]
     return (
         f"The same moves are played in {count(len(times), 'environment')} directly, through Perilune's "
         "adapter, and in a separate process, as in runs.",

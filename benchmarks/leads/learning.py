@@ -33,7 +33,7 @@ def asynchronous(document: Document) -> Lead:
         base = by_arm[environment, 0]
         if staleness:
             ratios[environment] += [
-                arm[seed]["seconds a step"] / base[seed]["seconds a step"] for seed in arm
+                arm[seed]["seconds per step"] / base[seed]["seconds per step"] for seed in arm
             ]
             differences[f"{environment} {staleness}"] = [
                 arm[seed]["pass@1 after"] - base[seed]["pass@1 after"] for seed in arm

@@ -6,7 +6,7 @@ from .text import Document, Lead, Leads, change, count, listed
 
 
 def family_agreement(document: Document) -> Lead:
-    rows = document["largest difference"].values()
+    rows = document["largest difference, nats"].values()
     errors = [row[kind] for row in rows for kind in row if kind.endswith("against transformers")]
     ways = max(row["KV cache, against one pass"] for row in rows)
     agree = f"differ by at most {ways:.1e} nats" if ways else "agree in every bit"
