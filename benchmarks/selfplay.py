@@ -11,15 +11,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from best_response import best_response
 from perilune.environments import make_environment
 from perilune.models.checkpoints.loading import load_checkpoint
 from perilune.recipe.load import bundled_recipe
-from perilune.tasks.selfplay.exact_play import reply_bounds
+from perilune.tasks.selfplay.exact_play import move_probabilities
 from recipe_runs import HERE, document, options, run_recipe, write
 
 RECIPES = {
@@ -74,7 +76,9 @@ def best_replies(stages: Mapping[str, Mapping[str, Any]]) -> dict[str, list[dict
     for name, stage in (("start", "sft"), ("champion", "selfplay")):
         final = stages[stage]["folder"] / "artifacts" / "checkpoints" / "final"
         decoder, tokenizer = load_checkpoint(final, torch.device("cpu"))
-        replies[name] = [row._asdict() for row in reply_bounds(environment, decoder, tokenizer, least=LEAST)]
+        chances = partial(move_probabilities, decoder=decoder, tokenizer=tokenizer, temperature=1.0)
+        bounds = [best_response(environment, seat, chances, min_reach=LEAST) for seat in (0, 1)]
+        replies[name] = [row._asdict() for row in bounds]
     return replies
 
 

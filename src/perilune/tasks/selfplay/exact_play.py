@@ -2,15 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from statistics import fmean
 
 import numpy as np
 
 from perilune.data.episode import Episode, unsampled_tokens
-from perilune.games.best_response import Bounds, best_response
 from perilune.games.exact_games import Decision, ExactGame
-from perilune.games.open_spiel import OpenSpielEnvironment
 from perilune.learn.signals import SignalModels, compute_signals
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
@@ -36,23 +33,6 @@ def exact_figures(
     }
     illegal = 1 - fmean(legal)
     return {"exploitability": game.exploitability(policy), "illegal_mass": max(illegal, 0.0)}
-
-
-def reply_bounds(
-    environment: OpenSpielEnvironment,
-    decoder: Decoder,
-    tokenizer: Tokenizer,
-    temperature: float = 1.0,
-    *,
-    least: float = 0.01,
-) -> list[Bounds]:
-    """Return bounds for each player on the return of a best response to a policy whose illegal moves lose.
-
-    Raises:
-        RequestError: see `best_response`.
-    """
-    chances = partial(move_probabilities, decoder=decoder, tokenizer=tokenizer, temperature=temperature)
-    return [best_response(environment, seat, chances, min_reach=least) for seat in (0, 1)]
 
 
 def move_probabilities(

@@ -1,11 +1,17 @@
 """The best response to a policy: OpenSpiel's value, perfect play, bounds, and illegal moves."""
 
+import sys
+from pathlib import Path
+
 import pyspiel
 import pytest
 
 from perilune.environments import make_environment
 from perilune.errors import RequestError
-from perilune.games.best_response import best_response
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from best_response import best_response
 
 HEX = make_environment({"id": "open_spiel", "game": "hex", "config": {"board_size": 2}})
 NOUGHTS = make_environment({"id": "open_spiel", "game": "tic_tac_toe"})
