@@ -13,6 +13,8 @@ from perilune.tasks.process_rewards.calibration import (
     describe_calibration,
 )
 from perilune.tasks.process_rewards.spec import CalibrateSpec
+from perilune.ui.collect import collect_report
+from perilune.ui.view import view_folder
 
 STATED = {"id": "factory", "factory": "process_environments:Stated"}
 
@@ -78,6 +80,9 @@ def test_calibrate_stage_writes_summary_episodes_and_metrics(tmp_path) -> None:
     assert report["values"]["count"] > report["differences"]["count"] > 0
     assert len(episodes(bundle)) == 3 * 2
     assert [set(line) >= {"step", "spearman_values"} for line in metrics(bundle)] == [True]
+    (shown,) = collect_report(view_folder(bundle)).calibrations
+    assert shown.text.startswith("Values of prefixes against Monte Carlo: Spearman ")
+    assert len(shown.figures) == 2
 
 
 def test_environment_without_reference_answers_is_refused(tmp_path) -> None:

@@ -71,7 +71,7 @@ def test_report_includes_calibration(tmp_path: Path) -> None:
     made = experiment_with_rl(
         tmp_path,
         kind="calibration",
-        said=["what segments earn and play: Spearman -0.23", "do not trust these"],
+        sentences=["what segments earn and play: Spearman -0.23", "do not trust these"],
         by_place=[{"place": 0, "count": 4, "value": 0.25, "played": 0.5, "spearman": None}],
         reliability=[{"count": 4, "value": 0.25, "played": 0.5}],
     )

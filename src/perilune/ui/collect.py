@@ -340,7 +340,7 @@ def _calibrations(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Calibratio
     return [
         Calibration(
             name,
-            " ".join(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in summary["said"]),
+            " ".join(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in summary["sentences"]),
             calibration_charts(name, summary),
         )
         for name, summary in found
