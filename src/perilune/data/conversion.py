@@ -15,7 +15,6 @@ from perilune.errors import RequestError
 from perilune.files import canonical_json, finite_number, fsync_directory, parse_strict_json, sha256_bytes
 
 Format = Literal["records", "openai", "sharegpt"]
-FORMATS: tuple[Format, ...] = ("records", "openai", "sharegpt")
 
 MAX_ROW_CHARACTERS = 2000  # characters of a rejected row in the file of rejected rows
 MAX_REASONS = 100  # reasons that the report counts separately; the rest are "others"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated
 
@@ -119,92 +120,83 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
         return self.model_copy(update={"off_policy": corrections})
 
     @model_validator(mode="after")
-    def _check_asynchronous(self) -> RLSpec:
+    def _check_fields(self) -> RLSpec:
+        for conflict in self._conflicts():
+            raise ValueError(conflict)
+        return self
+
+    def _conflicts(self) -> Iterator[str]:
+        """Yield a sentence with a remedy for fields that do not work together."""
+        yield from self._asynchronous_conflicts()
+        if self.verifier_weight and self.reward_model is None:
+            yield "verifier_weight needs reward_model: without one, the verifier's score is the reward"
+        yield from self._sub_agent_conflicts()
+        yield from self._algorithm_conflicts()
+        yield from self._process_reward_conflicts()
+
+    def _asynchronous_conflicts(self) -> Iterator[str]:
         if self.asynchronous is None:
-            return self
+            return
         if self.algorithm.refills:
-            raise ValueError(
+            yield (
                 f"{self.algorithm.name} replaces dead groups, which asynchronous training cannot do yet."
                 " Choose another algorithm, or remove asynchronous"
             )
         if self.top_logprobs:
-            raise ValueError("asynchronous training records no top_logprobs. Remove one of them")
+            yield "asynchronous training records no top_logprobs. Remove one of them"
         if not self.asynchronous.keep_sent and self.updates_per_batch * self.epochs_per_batch > 1:
-            raise ValueError(
+            yield (
                 "asynchronous.keep_sent is false, and only one update can be reversed."
                 " Keep the copy, or set updates_per_batch and epochs_per_batch to 1"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_verifier_weight(self) -> RLSpec:
-        if self.verifier_weight and self.reward_model is None:
-            raise ValueError(
-                "verifier_weight needs reward_model: without one, the verifier's score is the reward"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_sub_agents(self) -> RLSpec:
-        conflicts = {
+    def _sub_agent_conflicts(self) -> Iterator[str]:
+        others = {
             "sub_agent_checkpoint": self.sub_agent_checkpoint is not None,
             "reward_model": self.reward_model is not None,
             "process_rewards": self.process_rewards is not None,
             f"algorithm {self.algorithm.name}, which replaces dead groups,": self.algorithm.refills > 0,
         }
-        if self.train_sub_agents and (found := [name for name, is_set in conflicts.items() if is_set]):
-            raise ValueError(f"train_sub_agents does not work with {found[0]} yet. Remove one of them")
+        if self.train_sub_agents and (found := [name for name, is_set in others.items() if is_set]):
+            yield f"train_sub_agents does not work with {found[0]} yet. Remove one of them"
         if self.asynchronous and (self.train_sub_agents or self.sub_agent_checkpoint):
-            raise ValueError("asynchronous training cannot sample sub-agents yet. Remove asynchronous")
-        return self
+            yield "asynchronous training cannot sample sub-agents yet. Remove asynchronous"
 
-    @model_validator(mode="after")
-    def _check_group_size(self) -> RLSpec:
-        min_samples = self.algorithm.least_samples
-        if self.samples < min_samples:
-            raise ValueError(
-                f"samples is {self.samples}, and {self.algorithm.name} needs at least {min_samples} per group"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_curriculum(self) -> RLSpec:
-        if self.curriculum and self.curriculum.importance_weight and self.algorithm.refills:
-            raise ValueError(
+    def _algorithm_conflicts(self) -> Iterator[str]:
+        algorithm = self.algorithm
+        if self.samples < algorithm.least_samples:
+            needed = f"{algorithm.name} needs at least {algorithm.least_samples} per group"
+            yield f"samples is {self.samples}, and {needed}"
+        if self.curriculum and self.curriculum.importance_weight and algorithm.refills:
+            yield (
                 "curriculum.importance_weight restores the uniform objective, and"
-                f" {self.algorithm.name} drops dead groups. Remove one of them"
+                f" {algorithm.name} drops dead groups. Remove one of them"
             )
-        return self
+        if self.kl and self.kl_estimator == "k1_reward":
+            remedy = "Set kl_estimator to k2, a loss with the same gradient"
+            if not algorithm.takes_any_reward:
+                yield (
+                    "kl_estimator is k1_reward, which makes rewards negative, and"
+                    f" {algorithm.name} needs verdicts or rewards of at least 0. {remedy}"
+                )
+            elif algorithm.refills:
+                yield (
+                    "kl_estimator is k1_reward, which makes all rewards of a group differ, and"
+                    f" {algorithm.name} replaces groups of equal rewards. {remedy}"
+                )
 
-    @model_validator(mode="after")
-    def _check_kl_estimator(self) -> RLSpec:
-        if not self.kl or self.kl_estimator != "k1_reward":
-            return self
-        conflict = ""
-        if not self.algorithm.takes_any_reward:
-            conflict = "makes rewards negative, and {} needs verdicts or rewards of at least 0"
-        elif self.algorithm.refills:
-            conflict = "makes all rewards of a group differ, and {} replaces groups of equal rewards"
-        if conflict:
-            raise ValueError(
-                f"kl_estimator is k1_reward, which {conflict.format(self.algorithm.name)}."
-                " Set kl_estimator to k2, a loss with the same gradient"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_process_rewards(self) -> RLSpec:
-        if self.process_rewards is None:
-            return self
-        if self.algorithm.takes_step_rewards != (self.process_rewards.role == "reward"):
-            expected = "reward" if self.algorithm.takes_step_rewards else "bonus, advantage or trace"
-            raise ValueError(
-                f"process_rewards.role is {self.process_rewards.role}, and {self.algorithm.name} takes"
+    def _process_reward_conflicts(self) -> Iterator[str]:
+        settings, algorithm = self.process_rewards, self.algorithm
+        if settings is None:
+            return
+        if algorithm.takes_step_rewards != (settings.role == "reward"):
+            expected = "reward" if algorithm.takes_step_rewards else "bonus, advantage or trace"
+            yield (
+                f"process_rewards.role is {settings.role}, and {algorithm.name} takes"
                 f" process rewards as {expected}"
             )
-        if self.reward_model and self.process_rewards.name == "montecarlo":
-            raise ValueError(
+        if self.reward_model and settings.name == "montecarlo":
+            yield (
                 "process_rewards: montecarlo estimates the verifier's score, and the reward is that of"
                 " reward_model. Remove one of them"
             )
-        return self

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from perilune.frozen import Frozen
 from perilune.tasks.rl.spec import RLSpec
@@ -39,34 +40,19 @@ class SelfPlaySpec(RLSpec):
     prompts: int = Field(8, ge=1, description="tasks per step")
     league: LeagueSettings = Field(LeagueSettings(), description="earlier policies to play against")
 
-    @model_validator(mode="after")
-    def _is_synchronous(self) -> SelfPlaySpec:
+    def _conflicts(self) -> Iterator[str]:
+        yield from super()._conflicts()
         if self.asynchronous is not None:
-            raise ValueError(
-                "selfplay cannot sample asynchronously against a league yet. Remove asynchronous"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _has_a_magnet(self) -> SelfPlaySpec:
-        if self.league.magnet == "initial":
-            return self
-        if not self.kl:
-            raise ValueError(
+            yield "selfplay cannot sample asynchronously against a league yet. Remove asynchronous"
+        if self.league.magnet == "newest" and not self.kl:
+            yield (
                 "league.magnet is newest, and kl is 0, so nothing uses the magnet. Set kl to 0.2, for example"
             )
-        if self.lora is not None or "deviation" in self.algorithm.needs:
-            raise ValueError(
+        if self.league.magnet == "newest" and (self.lora is not None or "deviation" in self.algorithm.needs):
+            yield (
                 "league.magnet: newest replaces the reference policy during training. This works neither with"
                 " lora nor with an algorithm that measures the distance to the initial policy. Set"
                 " league.magnet: initial"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _evaluated_by_matches(self) -> SelfPlaySpec:
         if self.eval is not None:
-            raise ValueError(
-                "selfplay evaluates by matches: set league.every, league.games and league.against"
-            )
-        return self
+            yield "selfplay evaluates by matches: set league.every, league.games and league.against"
