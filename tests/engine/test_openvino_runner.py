@@ -22,7 +22,7 @@ from perilune.models.decoder import Decoder
 from perilune.models.narrow import round_weight
 from perilune.serve.server import _openvino_settings
 from perilune.serve.settings import Settings
-from perilune.tasks.evaluate.spec import EvaluateSpec
+from perilune.tasks.evaluate.stage import EvaluateSpec
 from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.stage.sampling import OpenVinoSpec, ServerSpec
 

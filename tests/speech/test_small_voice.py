@@ -20,7 +20,7 @@ from perilune.speech.spectral import OVERLAP, SpectralVocoder
 from perilune.speech.streaming import CodecState
 from perilune.tasks.speech.codebooks import fit_codebooks
 from perilune.tasks.speech.codec import Codec, codec_config, codec_losses
-from perilune.tasks.speech.specs import CodecSpec
+from perilune.tasks.speech.stages import CodecSpec
 from perilune.tasks.speech.texts import draw_texts, kind_of, words_of
 
 HOP = 20

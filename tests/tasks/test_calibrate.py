@@ -12,7 +12,7 @@ from perilune.tasks.process_rewards.calibration import (
     calibration_summary,
     describe_calibration,
 )
-from perilune.tasks.process_rewards.spec import CalibrateSpec
+from perilune.tasks.process_rewards.stage import CalibrateSpec
 from perilune.ui.collect import collect_report
 from perilune.ui.view import view_folder
 

@@ -210,7 +210,7 @@ def _scoring_failure(section: bytes, seed: int) -> str:
 def _teacher_warnings(job: Job) -> Iterator[str]:
     from perilune.data.generators.registry import make_teacher
     from perilune.data.generators.teacher import prepare_teacher
-    from perilune.tasks.datasets.specs import CollectSpec
+    from perilune.tasks.datasets.stages import CollectSpec
 
     spec = CollectSpec.model_validate(job.spec)
     teacher = make_teacher(spec.teacher, spec.strategies, spec.options)

@@ -7,7 +7,7 @@ from perilune.games.connect_four.evaluation import grade_player, make_exam, make
 from perilune.games.connect_four.network import load_player
 from perilune.games.connect_four.players import make_network_player, make_opponent
 from perilune.games.connect_four.solver import Solver
-from perilune.tasks.connect_four.specs import ConnectFourJudgeSpec
+from perilune.tasks.connect_four.stages import ConnectFourJudgeSpec
 from perilune.tasks.stage.policy import prepare_device
 
 

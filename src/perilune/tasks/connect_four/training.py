@@ -6,7 +6,7 @@ from perilune.bundle.workspace import Workspace
 from perilune.games.connect_four.learning import Trainer
 from perilune.games.connect_four.network import save_player
 from perilune.rollout.timing import Stopwatch
-from perilune.tasks.connect_four.specs import ConnectFourSpec
+from perilune.tasks.connect_four.stages import ConnectFourSpec
 from perilune.tasks.stage.policy import prepare_device
 from perilune.tasks.stage.training import StepReport, TrainingLoop, write_final_checkpoint
 

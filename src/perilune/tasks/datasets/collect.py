@@ -12,7 +12,7 @@ from perilune.data.generators.collection import CollectedTraces, collect_traces
 from perilune.data.generators.registry import make_teacher
 from perilune.data.generators.teacher import Candidate
 from perilune.errors import WorkFailedError
-from perilune.tasks.datasets.specs import CollectSpec
+from perilune.tasks.datasets.stages import CollectSpec
 from perilune.tasks.stage.system_message import add_system_message
 
 OUTPUT = "artifacts/traces"

@@ -8,7 +8,7 @@ from perilune.data.episodes_file import write_episodes
 from perilune.data.preferences import PREFERENCES_FILE, choose_pairs, make_pair, write_preferences
 from perilune.errors import RequestError, WorkFailedError
 from perilune.rollout.timing import Stopwatch
-from perilune.tasks.datasets.specs import PairsSpec
+from perilune.tasks.datasets.stages import PairsSpec
 from perilune.tasks.stage.outcomes import outcome_figures
 from perilune.tasks.stage.player import open_player
 

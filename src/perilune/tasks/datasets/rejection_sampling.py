@@ -17,7 +17,7 @@ from perilune.files import write_json_lines
 from perilune.rollout.groups import Groups, flatten
 from perilune.rollout.timing import Stopwatch
 from perilune.tasks.datasets.own_traces import most_likely, reason_to_reject, sampling_provenance, to_record
-from perilune.tasks.datasets.specs import RejectionSamplingSpec
+from perilune.tasks.datasets.stages import RejectionSamplingSpec
 from perilune.tasks.stage.outcomes import outcome_figures
 from perilune.tasks.stage.player import Player, open_player
 from perilune.tasks.stage.system_message import add_system_message

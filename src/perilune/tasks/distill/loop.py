@@ -18,7 +18,7 @@ from perilune.learn.trainer import Learner
 from perilune.learn.weights import rewards
 from perilune.models.checkpoints.loading import load_checkpoint
 from perilune.rollout.timing import Stopwatch
-from perilune.tasks.distill.spec import DistillSpec
+from perilune.tasks.distill.stage import DistillSpec
 from perilune.tasks.rl.metrics import compare_lengths
 from perilune.tasks.stage.memory_plan import memory_figures
 from perilune.tasks.stage.outcomes import outcome_figures

@@ -1,12 +1,82 @@
 """distill: on-policy distillation; the student samples, and a teacher scores every token."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
 
 from perilune.bundle.job import Job
+from perilune.bundle.plugin import Consumes
+from perilune.learn.training_settings import LearnerSettings
+from perilune.models.config.decoder_config import DecoderConfig
 from perilune.plural import plural
-from perilune.tasks.distill.spec import DistillSpec
-from perilune.tasks.stage.memory_plan import model_config
+from perilune.tasks.stage.defaults import ForgettingSpec
+from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
+from perilune.tasks.stage.memory_plan import CacheSettings, StageMemory, model_config, plan_stage_memory
+from perilune.tasks.stage.sampling import SamplingSpec
 from perilune.tasks.stage.stage import Stage, training_plan
+
+
+class DistillSpec(EvaluatedSpec, LearnerSettings, SamplingSpec, ForgettingSpec):
+    """Fields of a distill stage."""
+
+    checkpoint: Annotated[str, Consumes("checkpoint")] = Field(
+        description="checkpoint that the student starts from"
+    )
+    teacher: Annotated[str, Consumes("checkpoint")] = Field(
+        description="stage whose checkpoint is the frozen teacher"
+    )
+    system: str = Field("", description="system message for the teacher only; empty: none")
+    loss: Literal["reverse_kl", "reverse_topk", "forward_topk", "gkd"] = Field(
+        "reverse_kl", description="reverse_kl (policy gradient), reverse_topk, forward_topk or gkd"
+    )
+    k: int = Field(16, ge=1, description="tokens of the top-k losses and of the overlap metrics")
+    beta: float = Field(0.5, ge=0, le=1, description="for gkd: 0 is the forward KL, 1 the reverse KL")
+    coefficient: float = Field(1.0, gt=0, description="weight of the teacher's advantages in reverse_kl")
+    task_reward: float = Field(
+        0.0, ge=0, description="weight of the verifier's group-centred rewards in reverse_kl; 0: none"
+    )
+    data: Annotated[str | None, Consumes("dataset")] = Field(
+        None, description="stage whose traces replace the student's answers in some steps"
+    )
+    on_policy: float = Field(1.0, ge=0, le=1, description="share of steps on the student's own answers")
+    steps: int = Field(100, ge=1, description="optimizer steps")
+    prompts: int = Field(32, ge=1, description="tasks per step")
+    samples: int = Field(4, ge=1, description="answers per task")
+    final_lr: float = Field(0.1, ge=0, le=1, description="final learning rate / peak; 1 is constant")
+
+    @model_validator(mode="after")
+    def _check_data_and_loss(self) -> DistillSpec:
+        if (self.on_policy < 1) != (self.data is not None):
+            raise ValueError("on_policy below 1 needs data, and data needs on_policy below 1")
+        if self.loss == "reverse_kl" and self.data is not None:
+            raise ValueError(
+                "reverse_kl is a policy gradient: it can only train on the student's own answers"
+            )
+        if self.task_reward and (self.loss != "reverse_kl" or self.samples < 2):
+            raise ValueError("task_reward needs loss: reverse_kl, and at least 2 samples to compare")
+        for name, loss in (("beta", "gkd"), ("coefficient", "reverse_kl")):
+            if self.loss != loss and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} needs loss: {loss}")
+        return self
+
+    def memory_plan(self, config: DecoderConfig, device: str) -> StageMemory:
+        """Return the memory plan of student and teacher; `config` is the larger model's.
+
+        Raises:
+            RequestError: when the answers leave no room for a prompt.
+        """
+        return plan_stage_memory(
+            config,
+            samples=max(self.prompts * self.samples, self.eval.tasks * self.eval.samples if self.eval else 0),
+            max_tokens=self.max_tokens,
+            token_budget=self.token_budget,
+            reference=True,
+            learner=self,
+            cache=CacheSettings(device, self.precision),
+        )
 
 
 class Distill(Stage[DistillSpec]):

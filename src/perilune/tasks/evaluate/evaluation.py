@@ -14,7 +14,7 @@ from perilune.rollout.groups import flatten
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
 from perilune.tasks.checks.answer_form import rare_form_warning
-from perilune.tasks.evaluate.spec import EvaluateSpec
+from perilune.tasks.evaluate.stage import EvaluateSpec
 from perilune.tasks.stage.custom_metrics import CustomMetrics
 from perilune.tasks.stage.memory_plan import (
     CacheSettings,

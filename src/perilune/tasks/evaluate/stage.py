@@ -1,14 +1,65 @@
 """evaluate: pass@k of a checkpoint on held-out tasks, with intervals."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
 
 from perilune.bundle.job import Job
+from perilune.bundle.plugin import Consumes
+from perilune.frozen import Frozen
 from perilune.plural import plural
-from perilune.tasks.evaluate.spec import EvaluateSpec
-from perilune.tasks.stage.custom_metrics import CustomMetrics
+from perilune.tasks.stage.custom_metrics import CustomMetrics, CustomMetricsField
 from perilune.tasks.stage.memory_plan import model_config, plan_sampling_memory, planned_episode_tokens
-from perilune.tasks.stage.sampling import ServerSpec, check_server
+from perilune.tasks.stage.sampling import EngineField, RecordingSpec, ServerSpec, check_server
 from perilune.tasks.stage.stage import Stage
+
+if TYPE_CHECKING:
+    from perilune.engine.request import SamplingParams
+
+
+class SamplingOptions(Frozen):
+    """The tokens that an evaluation samples from."""
+
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="sample from the likeliest tokens with this total probability; 1: all"
+    )
+    top_k: int = Field(0, ge=0, description="sample from this many of the likeliest tokens; 0: all")
+    min_p: float = Field(
+        0.0, ge=0, le=1, description="leave out tokens below this share of the likeliest one's probability"
+    )
+
+
+class EvaluateSpec(RecordingSpec):
+    """Fields of an evaluate stage."""
+
+    checkpoint: Annotated[str, Consumes("checkpoint")] = Field(
+        description="stage whose checkpoint to evaluate"
+    )
+    tasks: int = Field(128, ge=1, le=1_000_000, description="held-out tasks")
+    samples: int = Field(8, ge=1, le=4096, description="samples per task, for pass@k up to this k")
+    sampling: SamplingOptions = Field(
+        SamplingOptions(), description="restricts sampling to likely tokens, as model cards recommend"
+    )
+    sub_agent_checkpoint: Annotated[str | None, Consumes("checkpoint")] = Field(
+        None, description="stage whose checkpoint samples the turns of sub-agents; null: the same checkpoint"
+    )
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="precision of matrix products; on a GPU, bfloat16 is faster"
+    )
+    metrics: CustomMetricsField = Field({}, description="metrics of your own by name, each a function")
+    system: str = Field("", description="system message before each task; empty: none")
+    engine: EngineField = Field(
+        None,
+        description="sampling engine: openvino, or a server with the weights, for which the checkpoint gives"
+        " only the tokenizer; null: Perilune's own engine",
+    )
+
+    def params(self, stop_token_ids: tuple[int, ...], *, greedy: bool = False) -> SamplingParams:
+        return replace(super().params(stop_token_ids, greedy=greedy), **self.sampling.model_dump())
 
 
 class Evaluate(Stage[EvaluateSpec]):

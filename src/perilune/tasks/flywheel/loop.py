@@ -21,7 +21,7 @@ from perilune.metrics.proportion import pass_rate_interval
 from perilune.rollout.groups import Groups
 from perilune.rollout.timing import Stopwatch
 from perilune.tasks.datasets.own_traces import most_likely, sampling_provenance, to_record
-from perilune.tasks.flywheel.spec import FlywheelSpec
+from perilune.tasks.flywheel.stage import FlywheelSpec
 from perilune.tasks.stage.outcomes import PASS_REWARD
 from perilune.tasks.stage.player import Player, open_player
 from perilune.tasks.stage.policy import heldout_tasks

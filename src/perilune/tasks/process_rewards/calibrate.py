@@ -17,7 +17,7 @@ from perilune.tasks.process_rewards.calibration import (
     describe_calibration,
 )
 from perilune.tasks.process_rewards.rewards import ProcessRewards
-from perilune.tasks.process_rewards.spec import CalibrateSpec
+from perilune.tasks.process_rewards.stage import CalibrateSpec
 from perilune.tasks.stage.outcomes import outcome_figures
 from perilune.tasks.stage.player import open_player
 from perilune.tasks.stage.policy import heldout_tasks

@@ -12,11 +12,11 @@ from perilune.bundle.plugin import Consumes
 from perilune.learn.process_rewards import ProcessRewardField
 from perilune.learn.training_settings import AlgorithmSettings, LearnerSettings
 from perilune.models.config.decoder_config import DecoderConfig
-from perilune.tasks.forgetting.spec import ForgettingSpec
 from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings, default_corrections
 from perilune.tasks.rl.auxiliary_rewards import AuxiliaryRewards
 from perilune.tasks.rl.curriculum_settings import CurriculumSettings
 from perilune.tasks.stage.custom_metrics import CustomMetricsField
+from perilune.tasks.stage.defaults import ForgettingSpec
 from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
 from perilune.tasks.stage.memory_plan import (
     OTHER_PROCESSES,

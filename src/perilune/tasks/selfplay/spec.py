@@ -1,7 +1,5 @@
 """The fields of a selfplay stage."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Literal
 

@@ -29,7 +29,7 @@ from perilune.speech.spectral import OVERLAP, SpectralVocoder
 from perilune.speech.streaming import CodecState
 from perilune.tasks.speech.codebooks import fit_codebooks
 from perilune.tasks.speech.fitting import Fit
-from perilune.tasks.speech.specs import CodecSpec
+from perilune.tasks.speech.stages import CodecSpec
 from perilune.tasks.speech.utterances import SpokenText, read_utterances
 from perilune.tasks.stage.policy import prepare_device
 from perilune.tasks.stage.training import StepReport, TrainingLoop, write_final_checkpoint

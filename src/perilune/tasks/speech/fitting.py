@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from perilune.learn import checkpoints
 from perilune.learn.distributed import SINGLE_RANK
 from perilune.learn.optimizer import AdamW
-from perilune.tasks.speech.specs import FitSettings
+from perilune.tasks.speech.stages import FitSettings
 
 _BETA2 = 0.98
 _GRAD_CLIP = 1.0

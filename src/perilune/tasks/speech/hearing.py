@@ -27,7 +27,7 @@ from perilune.speech.prompt import Utterance
 from perilune.speech.recognizer import SAMPLE_RATE, Recognizer, count_word_errors, require_recognizer
 from perilune.speech.stream import Samples
 from perilune.speech.synthesis import Speaker
-from perilune.tasks.speech.specs import HearingSpec
+from perilune.tasks.speech.stages import HearingSpec
 from perilune.tasks.speech.texts import words_of
 from perilune.tasks.speech.utterances import SpokenText, read_utterances
 from perilune.tasks.stage.policy import prepare_device

@@ -1,12 +1,89 @@
 """The speech stages: a teacher's utterances, a codec, a voice, and its evaluation with a recognizer."""
 
 from collections.abc import Callable, Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from perilune.bundle.job import Job
+from perilune.bundle.plugin import Consumes
 from perilune.errors import RequestError
+from perilune.frozen import Frozen
 from perilune.plural import plural
-from perilune.tasks.speech.specs import CodecSpec, HearingSpec, UtterancesSpec, VoiceSpec
+from perilune.tasks.stage.retention import TrainingSpec
 from perilune.tasks.stage.stage import Stage
+
+Kind = Literal["digits", "numbers", "sentences"]
+
+
+class FitSettings(Frozen):
+    """AdamW with a warm-up and a cosine decay to a twentieth."""
+
+    lr: float = Field(2e-3, gt=0, description="peak learning rate")
+    warmup: int = Field(20, ge=1, description="steps of linear warm-up")
+    batch: int = Field(24, ge=1, description="crops or utterances per step")
+
+
+class UtterancesSpec(Frozen):
+    """Fields of an utterances stage."""
+
+    kinds: tuple[Kind, ...] = Field(("digits",), min_length=1, description="kinds of texts, in equal shares")
+    train: int = Field(600, ge=2, le=100_000, description="utterances to train on")
+    held_out: int = Field(
+        60, ge=2, le=10_000, description="utterances to evaluate on; no text is in both sets"
+    )
+    voice: str = Field("en-us+klatt", description="voice and variant of espeak-ng")
+    speed: int = Field(150, ge=80, le=450, description="speed in words per minute")
+
+
+class CodecSpec(TrainingSpec):
+    """Fields of a speech_codec stage."""
+
+    data: Annotated[str, Consumes("utterances")] = Field(description="stage whose utterances to encode")
+    steps: int = Field(450, ge=2, description="training steps")
+    codebooks: int = Field(4, ge=2, le=32, description="codes per frame")
+    codebook_size: int = Field(128, ge=2, le=4096, description="entries of each codebook")
+    width: int = Field(96, ge=8, multiple_of=4, description="channels of the decoder")
+    frames: int = Field(16, ge=4, description="frames of 80 ms per crop")
+    components: int = Field(
+        64,
+        ge=2,
+        le=320,
+        description="principal components to which the encoder reduces a frame's spectrogram",
+    )
+    learning: FitSettings = Field(FitSettings(lr=4e-3, batch=4), description="optimizer and batch")
+
+
+class VoiceSpec(TrainingSpec):
+    """Fields of a speech_voice stage."""
+
+    data: Annotated[str, Consumes("utterances")] = Field(description="stage whose utterances to imitate")
+    codec: Annotated[str, Consumes("codec")] = Field(
+        description="stage whose codec turns the codes into audio"
+    )
+    steps: int = Field(1000, ge=1, description="training steps")
+    width: int = Field(128, ge=32, multiple_of=32, description="hidden size of the talker")
+    layers: int = Field(3, ge=1, description="layers of the talker")
+    predictor_width: int = Field(64, ge=32, multiple_of=32, description="hidden size of the code predictor")
+    predictor_layers: int = Field(2, ge=1, description="layers of the code predictor")
+    shifts: int = Field(
+        4, ge=1, le=16, description="copies of each utterance, shifted by different fractions of a frame"
+    )
+    temperature: float = Field(0.0, ge=0, description="default sampling temperature of the voice; 0: greedy")
+    learning: FitSettings = Field(
+        FitSettings(lr=3e-3, warmup=30, batch=16), description="optimizer and batch"
+    )
+
+
+class HearingSpec(Frozen):
+    """Fields of a speech_evaluation stage."""
+
+    voice: Annotated[str, Consumes("voice")] = Field(description="stage whose voice to evaluate")
+    data: Annotated[str, Consumes("utterances")] = Field(description="stage with the held-out texts")
+    utterances: int | None = Field(None, ge=2, description="number of held-out utterances; null: all")
+    language_model: bool = Field(
+        False, description="also transcribe with the recognizer's own language model of English; slow"
+    )
 
 
 class Utterances(Stage[UtterancesSpec]):

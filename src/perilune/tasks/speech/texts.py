@@ -9,7 +9,7 @@ from typing import get_args
 from perilune.environments.core.protocol import Split
 from perilune.environments.core.splits import select_unique
 from perilune.errors import RequestError
-from perilune.tasks.speech.specs import Kind
+from perilune.tasks.speech.stages import Kind
 
 _DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 _TEENS = [

@@ -17,7 +17,7 @@ from perilune.files import read_json_lines, write_json_lines
 from perilune.speech.espeak import synthesize_text
 from perilune.speech.recognizer import SAMPLE_RATE
 from perilune.speech.stream import Samples
-from perilune.tasks.speech.specs import Kind, UtterancesSpec
+from perilune.tasks.speech.stages import Kind, UtterancesSpec
 from perilune.tasks.speech.texts import draw_texts, kind_of
 
 _LINES, _AUDIO = "utterances.jsonl", "audio.npy"

@@ -28,7 +28,7 @@ from perilune.speech.sampling import SpeechSampling
 from perilune.speech.talker import Talker
 from perilune.tasks.speech.codec import Codec, load_codec
 from perilune.tasks.speech.fitting import Fit
-from perilune.tasks.speech.specs import VoiceSpec
+from perilune.tasks.speech.stages import VoiceSpec
 from perilune.tasks.speech.utterances import SpokenText, read_utterances
 from perilune.tasks.stage.policy import prepare_device
 from perilune.tasks.stage.training import StepReport, TrainingLoop, write_final_checkpoint

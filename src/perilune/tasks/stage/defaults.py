@@ -10,7 +10,9 @@ from 4.7% to 14.8% on sums within 60 steps of 128 answers.
 
 from collections.abc import Callable, Mapping
 from math import ceil
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from pydantic import Field
 
 from perilune.frozen import Frozen
 from perilune.models.config.decoder_config import DecoderConfig, find_preset
@@ -214,3 +216,13 @@ _FOR_PRETRAINED: dict[str, Callable[[_Context], Default]] = {
     "max_tokens": _default_max_tokens,
     "forgetting": lambda context: Default(ForgettingSettings().model_dump(mode="json"), ""),
 }
+
+
+class ForgettingSpec(ModelDefaults):
+    """The field of stages that can measure forgetting, which they do by default for pretrained models."""
+
+    forgetting: ForgettingSettings | Literal[False] = Field(
+        False,
+        description="measure forgetting by the perplexity of text, pass@1 in other environments, and KL to"
+        " the initial policy; false: do not measure it, the default for new models",
+    )

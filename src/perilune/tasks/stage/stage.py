@@ -16,8 +16,7 @@ from perilune.learn.training_settings import (
     check_can_shard,
     check_sharding_torch,
 )
-from perilune.tasks.forgetting.spec import ForgettingSpec
-from perilune.tasks.stage.defaults import Default, ModelDefaults, is_pretrained
+from perilune.tasks.stage.defaults import Default, ForgettingSpec, ModelDefaults, is_pretrained
 from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
 from perilune.tasks.stage.memory_plan import StageMemory, model_config
 from perilune.tasks.stage.new_tokenizer import require_data

@@ -24,7 +24,7 @@ from perilune.tasks.stage.policy import join_ranks, load_policy, prepare_device
 from perilune.tasks.stage.training import StepReport, TrainingLoop, mean_first_and_last
 from perilune.tasks.supervised.held_out import pair_values
 from perilune.tasks.supervised.preference_data import PreferenceData
-from perilune.tasks.supervised.specs import PreferenceSpec, plan_memory
+from perilune.tasks.supervised.stages import PreferenceSpec, plan_memory
 
 COLLAPSE_PATIENCE = 5  # consecutive steps before the warning: one batch may look like a collapse by chance
 REFERENCE_LIMIT = 1e-2  # nats per token between two forward passes of the same weights

@@ -15,7 +15,7 @@ from perilune.tasks.stage.memory_plan import CacheSettings, memory_figures, plan
 from perilune.tasks.stage.policy import Policy, join_ranks, load_policy, prepare_device
 from perilune.tasks.stage.training import StepReport, TrainingLoop, mean_first_and_last
 from perilune.tasks.supervised.preference_data import PreferenceData
-from perilune.tasks.supervised.specs import RewardModelSpec
+from perilune.tasks.supervised.stages import RewardModelSpec
 
 
 def run(workspace: Workspace, spec: RewardModelSpec) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from perilune.tasks.stage.policy import join_ranks, load_policy, prepare_device
 from perilune.tasks.stage.training import StepReport, TrainingLoop, mean_first_and_last
 from perilune.tasks.supervised.demonstrations import Demonstrations
 from perilune.tasks.supervised.held_out import episode_values
-from perilune.tasks.supervised.specs import SFTSpec, plan_memory
+from perilune.tasks.supervised.stages import SFTSpec, plan_memory
 
 
 def run(workspace: Workspace, spec: SFTSpec) -> dict[str, Any]:
