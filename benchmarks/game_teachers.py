@@ -1,14 +1,6 @@
 """Measure the strength of the game teachers: exploitability where it can be computed, otherwise matches.
 
-    nice python benchmarks/game_teachers.py [--pairs 40] [--only exploitability matches]
-
-The page compares teachers for games: how exploitable they are, and how well they play. Exploitability is
-NashConv / 2: the mean return, over the two seats, of a best response to the average policy. It is 0 in an
-equilibrium. The column *known* gives the exploitability that other measurements found for OpenSpiel's
-solvers. `cfr` is counterfactual regret minimization, `mccfr` is the same with sampled games, and `mcts` is
-tree search with the given number of simulations. A match consists of pairs of games with the same random
-numbers and swapped seats. A draw is half a point. Shares of points have Wilson's 95% intervals, and mean
-returns have bootstrap intervals over pairs. Times are from one core that was shared with other work.
+nice python benchmarks/game_teachers.py [--pairs 40] [--only exploitability matches]
 """
 
 import argparse
@@ -30,6 +22,15 @@ from perilune.metrics.bootstrap import bootstrap_problems
 from perilune.metrics.proportion import wilson_interval
 from recipe_runs import HERE, document, write
 
+ABOUT = """\
+* *Exploitability* is NashConv / 2: the mean return, over the two seats, of a best response to the teacher's
+  average policy. It is 0 in an equilibrium. *Known exploitability* is what other measurements found for
+  OpenSpiel's solvers.
+* `cfr` (CFR+) and `mccfr` (CFR with sampled games) minimize counterfactual regret. `mcts` is tree search with
+  the given number of simulations per move, `minimax` is perfect play, and `rules` follows heuristic rules.
+* A match consists of pairs of games with the same random numbers and swapped seats. A draw is half a point.
+  Shares of points have Wilson's 95% intervals, and mean returns have bootstrap intervals over pairs.
+* Times are from one core that was shared with other work."""
 CURVES = {
     "kuhn_poker": ({}, {"cfr": (10, 100, 200, 1000), "mccfr": (1000, 10_000, 200_000)}),
     "leduc_poker": ({}, {"cfr": (10, 100, 200), "mccfr": (10_000, 200_000, 1_000_000)}),
@@ -95,8 +96,7 @@ def main() -> None:
         began -= 60 * previous["minutes"]
 
     def keep(part: str, value: Any) -> None:
-        about = " ".join((__doc__ or "").split("\n\n")[2].split())
-        header = {"title": "Teachers for games: exploitability and strength", "about": about}
+        header = {"title": "Teachers for games: exploitability and strength", "about": ABOUT}
         parts = {name: previous[name] for name in PARTS if name in previous} | {part: value}
         previous.update(parts)
         own = {"best teacher of each game": dict(BEST_TEACHERS), "iterations of a solution": dict(ITERATIONS)}
@@ -131,7 +131,7 @@ def curve(game: Any, algorithm: str, iterations: tuple[int, ...]) -> list[dict[s
             "algorithm": algorithm,
             "iterations": target,
             "exploitability": round(solver.exploitability(), 5),
-            "known": KNOWN.get((str(game), algorithm, target)),
+            "known exploitability": KNOWN.get((str(game), algorithm, target)),
             "seconds": round(seconds, 2),
         }
         rows.append(row)
@@ -161,7 +161,7 @@ def match(contest: Contest, pairs: int) -> dict[str, Any]:
         "drawn": sum(value == 0 for value in flat),
         "share of points": f"{share.mean:.1%} ({share.low:.1%} to {share.high:.1%})",
         "mean return": f"{mean.mean:+.3f} ({mean.low:+.3f} to {mean.high:+.3f})",
-        "seconds a game": round((time.process_time() - began) / len(flat), 3),
+        "seconds per game": round((time.process_time() - began) / len(flat), 3),
         "seconds of solving": round(solving, 2),
     }
     print(row, file=sys.stderr, flush=True)

@@ -31,12 +31,14 @@ from rollout.shapes import SHAPES
 from rollout_cuda import lacks_gpu, machine, measure_limits, release
 
 OUT = Path("benchmarks/results/grpo_cuda.json")
-ABOUT = (
-    "`perilune run` runs a GRPO stage with random weights of the shapes of Qwen3-0.6B, 1.7B and 8B, with all"
-    " checks of a run. MFU (model FLOPs utilisation) is the FLOPs of learning without recomputation, divided"
-    " by its time and by the measured rate of a large product. The peak is the memory that PyTorch"
-    " allocated."
-)
+ABOUT = """\
+Each case is a recipe with random weights, which `perilune run` executes with bfloat16 products and all checks
+of a run. Rewards are a digest of the text, so every group has a gradient. Medians leave out the first step,
+which captures CUDA graphs.
+
+* *MFU of learning* (model FLOPs utilization) is the FLOPs of learning without recomputation, divided by its
+  time and by the measured rate of one large matrix product.
+* *Peak GiB* is the memory that PyTorch allocated. *Planned GiB* is the estimate of `--plan`."""
 REWARD = """import zlib
 
 def digest(completions, **kwargs):

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "live_page.json"
 EPISODES = 100  # in each step of the long run
 ABOUT = """\
-A tiny model trains with GRPO on one core while a browser shows its page. The columns:
+The columns of the tables:
 
 * *Delay* is the time from the line in `metrics.jsonl` to the point on the page.
 * *Server, share of a core* is the CPU time of the page's server per second, with one page open.
@@ -230,7 +230,7 @@ def measure(seconds: float, steps: int, pairs: int) -> dict[str, Any]:
                 "steps": steps,
                 "episodes": steps * EPISODES,
                 "first paint, median of 5, seconds": round(statistics.median(paints), 2),
-                "server, processor seconds for a page": round(per_page, 2),
+                "server, CPU seconds per page": round(per_page, 2),
                 "first paint of the list, seconds": round(statistics.median(lists), 2),
             }
         ],

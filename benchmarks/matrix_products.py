@@ -28,12 +28,11 @@ SIZES = (
     (512, 576, 1536),
 )  # rows, inputs, outputs
 ROUNDS, SECONDS = 15, 0.05
-ABOUT = (
-    "The page compares the matrix products of Perilune's C kernels with torch, in float32 on one thread. "
-    "The kernels give a row the same bits in every batch. With bfloat16 and int8, the weights are stored "
-    "in fewer bits. Speeds are in GFLOP/s of CPU time, medians of 15 rounds. Each round measures all "
-    "products in turn."
-)
+ABOUT = """\
+A product multiplies a matrix of *rows* x *inputs* by one of *inputs* x *outputs*. In the columns `bfloat16`
+and `int8`, the second matrix is stored in this format. The kernels compute the same bits for a row in every
+batch. Speeds are in GFLOP/s of CPU time. They are medians of 15 rounds, each of which measures all products
+in turn."""
 
 
 def main() -> None:
@@ -68,7 +67,9 @@ def measure(rows: int, inputs: int, outputs: int) -> dict[str, Any]:
     medians = {name: round(median(speeds[name] for speeds in rounds), 1) for name in products}
     line = {"rows": rows, "inputs": inputs, "outputs": outputs, **medians}
     print(line, flush=True)
-    return line | {"times as fast as torch": round(medians["float32"] / medians["torch"], 2)}
+    return line | {
+        "speed of float32 kernel / speed of torch": round(medians["float32"] / medians["torch"], 2)
+    }
 
 
 def speed(product: Callable[[], object], operations: int) -> float:

@@ -368,7 +368,7 @@ async def answered(home: Home) -> list[dict[str, Any]]:
                     "expected": expected,
                     "right": right,
                     "calls": len(sizes),
-                    "bytes": sum(sizes),
+                    "bytes of results": sum(sizes),
                 }
             )
             print(rows[-1], flush=True)
@@ -379,15 +379,13 @@ def main() -> None:
     """Make the home, ask, and write the result."""
     with tempfile.TemporaryDirectory() as folder, cloud(Path(folder)):
         rows = asyncio.run(answered(Home(Path(folder))))
-    right = sum(row["right"] for row in rows)
     document = {
         "title": "Questions about runs, answered through MCP",
-        "about": f"A scripted client of `perilune mcp` answered {right} of {len(rows)} questions about "
-        "eight real experiments. One of them had failed, and one had been killed with SIGKILL. An answer is "
-        "right if it agrees with the files of the bundles. Costs are those of a fake cloud. The script fixes "
-        "which tools answer which question. The result shows that the tools suffice and give the right "
-        "numbers. It does not show that a language model would choose these tools. The answer `True` means "
-        "that the tool gave the recorded reason or signal. `bytes` is the size of the results of the tools.",
+        "about": "The client is a script, which fixes the tools that answer each question. So the result "
+        "shows that the tools suffice and give the right numbers. It does not show that a language model "
+        "would choose these tools. Of the eight experiments, one had failed and one had been killed with "
+        "SIGKILL. Costs are those of a fake cloud. An answer is right if it agrees with the files of the "
+        "bundles. The answer `True` means that the tool gave the recorded reason or signal.",
         "command": "python benchmarks/mcp_questions.py",
         "questions": [
             {**row, "answer": str(row["answer"]), "expected": str(row["expected"])} for row in rows

@@ -88,16 +88,17 @@ def climbs_of(held: Mapping[str, Any], name: str) -> dict[int, list[dict[str, An
 
 
 ABOUT = """\
-GRPO trains the tiny model on three-digit sums with two proxy rewards: a reward that can be hacked, and a
-reward model. The verifier's score is the gold score. It is logged, and training does not use it.
+GRPO trains the tiny model on three-digit sums. The verifier's score is the gold score. It is logged, and
+training does not use it.
 
-* `recommended stop` is the step at which the over-optimization watch recommended stopping, during the run.
-* `gold best` is the best gold score of the run, which is known only afterwards.
+* *Recommended stop* is the step at which the over-optimization watch recommended stopping, during the run.
+* *Gold best* is the best gold score of the run, which is known only afterwards.
+* Gold scores are means over five steps. A step has 256 answers.
+* *KL to the start* is the divergence from the policy before RL, in nats per answer.
 
-Gold scores are means over five steps, and one step has 256 answers. We chose the window of the watch after
-seeing the curve of seed 0, so only the other seeds are an independent test. To refresh the reward model,
-use the policy at the recommended stop. A later policy has almost no right answers, and so gives almost no
-pairs."""
+We chose the window of the watch after seeing the curve of seed 0, so only the other seeds are an independent
+test. To refresh the reward model, use the policy at the recommended stop. A later policy has almost no right
+answers, and so gives almost no pairs."""
 
 
 def told(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -23,19 +23,19 @@ from recipe_runs import document, options, write
 
 SLOTS, BATCH, TRAINING, STEPS = 64, 32, 0.4, 1500
 ABOUT = f"""\
-Asynchronous training can limit [staleness](../reference/glossary.md) in two ways: start fewer episodes
-(pacing), or drop old ones. This page compares both in a simulation of {STEPS:,} training steps. {SLOTS} slots
-play episodes whose durations are lognormal with sigma 1 and mean 1. A training step uses {BATCH} episodes and
-takes {TRAINING} units of time.
+The model simulates {STEPS:,} training steps. {SLOTS} slots play episodes whose durations are lognormal with
+sigma 1 and mean 1. A training step uses {BATCH} episodes and takes {TRAINING} units of time.
 
-* `pace` admits an episode only while fewer than (completed steps + staleness + 1) × {BATCH} episodes
-  have been admitted, and trains on the finished episodes that were admitted first.
-* `drop` keeps all slots busy, trains in the order of completion, and drops episodes older than `staleness`
-  steps.
-
-The two-sample Kolmogorov-Smirnov test compares the durations of trained and of sampled episodes. The age of
-an episode is the number of steps between its start and its training, counted as if the weights did not
-change during the episode."""
+* `pace` starts an episode only while fewer than (completed steps + staleness + 1) × {BATCH} episodes have
+  been started, and trains on the finished episodes that were started first.
+* `drop` keeps all slots busy, trains on episodes in the order of completion, and drops episodes older than
+  `staleness` steps.
+* The *KS test* (two-sample Kolmogorov-Smirnov) compares the durations of trained and of sampled episodes. A
+  small p means that they differ.
+* The *age* of an episode is the number of steps between its start and its training, counted as if the weights
+  did not change during the episode.
+* *Dropped* is the share of the episodes. *Trainer idle* is the share of the time in which the trainer
+  waits."""
 
 
 @dataclass(frozen=True)
@@ -130,12 +130,14 @@ def measure(seeds: list[int]) -> Iterator[dict[str, Any]]:
                 "mean duration, trained / sampled": mean(
                     fmean(model.trained) / fmean(model.sampled) for model in models
                 ),
-                "KS p by seed": [float(ks_2samp(model.trained, model.sampled).pvalue) for model in models],
-                "mean age": mean(fmean(model.ages) for model in models),
-                "oldest": max(max(model.ages) for model in models),
+                "p of the KS test, by seed": [
+                    float(ks_2samp(model.trained, model.sampled).pvalue) for model in models
+                ],
+                "mean age, steps": mean(fmean(model.ages) for model in models),
+                "largest age, steps": max(max(model.ages) for model in models),
                 "dropped": mean(model.dropped / model.admitted for model in models),
                 "trainer idle": mean(model.idle / model.now for model in models),
-                "trained per unit of time": mean(len(model.trained) / model.now for model in models),
+                "trained episodes per unit of time": mean(len(model.trained) / model.now for model in models),
             }
 
 
@@ -149,9 +151,9 @@ def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
     findings = [
         f"Dropping changes which episodes are trained on: trained episodes last {min(shares):.2f} to"
         f" {max(shares):.2f} times as long as sampled ones on average (largest p of the KS test:"
-        f" {max(p for row in drop for p in row['KS p by seed']):.2g}).",
+        f" {max(p for row in drop for p in row['p of the KS test, by seed']):.2g}).",
         "Pacing does not change which episodes are trained on (smallest p of the KS test:"
-        f" {min(p for row in pace for p in row['KS p by seed']):.2g}).",
+        f" {min(p for row in pace for p in row['p of the KS test, by seed']):.2g}).",
         "Pacing bounds the mean age, not the largest age. The age of tokens is bounded, because new weights"
         " arrive during an episode.",
     ]

@@ -3,11 +3,7 @@
     python benchmarks/passes_cuda.py                 0.6B to 8B with bfloat16 products: about 90 seconds
     python benchmarks/passes_cuda.py --smoke --out smoke.json    a tiny shape on the CPU
 
-A training pass is one forward and one backward pass over `tokens` tokens, without an optimizer step. The
-FLOP/s count 6 per weight and token (4 with an adapter) and causal attention, but no recomputation.
-*Transient* is the peak memory of a second pass beyond weights and gradients, and *planned* is the estimate of
-`--plan` for it. Decoding samples from prompts of 64 tokens. Bandwidth counts the reads of a step: all weights
-once, and the keys and values of answers of half the length. Without a GPU it exits with 2.
+Without a GPU it exits with 2.
 """
 
 import argparse
@@ -36,7 +32,16 @@ from rollout.shapes import SHAPES
 from rollout_cuda import lacks_gpu, machine, measure_limits, release
 
 OUT = Path("benchmarks/results/passes_cuda.json")
-ABOUT = " ".join((__doc__ or "").split("\n\n")[2].split()).removesuffix(" Without a GPU it exits with 2.")
+ABOUT = """\
+* A training pass is one forward and one backward pass over *tokens* tokens, in sequences of *sequence*
+  tokens, without an optimizer step. Its FLOP/s count 6 FLOPs per weight and token (4 with an adapter) and
+  causal attention, but no recomputation.
+* *Transient GiB* is the peak memory of a second pass beyond weights and gradients. *Planned GiB* is the
+  estimate of `--plan` for it.
+* *Share of best rate* is the FLOP/s of the pass divided by those of one large matrix product.
+* Decoding samples from prompts of 64 tokens. *GB per second* counts the reads of a step: all weights once,
+  and the keys and values of answers of half the length.
+* M, L and XL have the shapes of Qwen3-0.6B, 1.7B and 8B."""
 PROMPT = 64
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

@@ -89,7 +89,7 @@ def row(name: str, stages: list[dict[str, Any]]) -> dict[str, Any]:
         "recipe": name,
         "stages": ABOUT[name],
         "estimated seconds": round(middle, 1),
-        "range": f"{low:.0f} to {high:.0f}",
+        "range of the estimate, seconds": f"{low:.0f} to {high:.0f}",
         "measured seconds": round(took, 1),
         "error of time, %": round(100 * (middle / took - 1), 1),
         "estimated MiB": round(peak["estimated"]["memory"] / 2**20),
@@ -126,15 +126,11 @@ def main() -> None:
                 }
                 for stage in recipe_stages
             ]
-    time_error, memory_error = (
-        max(abs(row[f"error of {what}, %"]) for row in rows) for what in ("time", "memory")
-    )
     result = {
         "title": "Time and memory: what `--plan` predicts against what happens",
-        "about": f"`--plan` estimated the time and memory of {len(rows)} recipes, which then ran on one"
-        f" thread. The largest error of the estimated time of a recipe is {time_error:.0f}%. The largest"
-        f" error of the peak memory is {memory_error:.0f}%. `perilune doctor` calibrated the machine in"
-        f" {calibrated:.0f} s. The home was empty, so Perilune knew no answer lengths from earlier runs.",
+        "about": "The recipes ran on one thread after the estimate. The home directory was empty, so "
+        "Perilune knew no answer lengths from earlier runs. `perilune doctor` had calibrated the machine, "
+        f"in {calibrated:.0f} s. An error is the estimate minus the measurement, divided by the measurement.",
         **document("plan_accuracy.py", sys.argv[1:], began),
         "recipes": rows,
         "by_stage": stages,

@@ -31,16 +31,16 @@ COMPARED = (
     ("dpo", "ipo"), ("dpo_nll", "ipo_nll"), ("dpo_nll", "imitation"), ("ipo_nll", "imitation"),
 )  # fmt: skip
 ABOUT = f"""\
-DPO and IPO train the tiny model on three-digit sums. Each pair has one right and one wrong answer to the same
-task, according to the verifier. Most answers of the model after SFT are wrong. The arms `_nll` and `_dpop`
-add the term of this name to the loss ([preference losses](../how-to/preference.md)). `imitation` is SFT on
-the right answers alone.
+Each pair has one right and one wrong answer to the same task, according to the verifier. The answers are
+those of the model after SFT (`sft`), which are mostly wrong. The arms `_nll` and `_dpop` add the term of this
+name to the loss: the negative log-likelihood of the chosen answer, or DPO-positive ([preference
+losses](../how-to/preference.md)). `imitation` is SFT on the right answers alone.
 
-* `chosen shift` is the change in the log-prob of the chosen answers, in nats per token.
-* `chosen nll` is the negative log-prob of the chosen answers, in nats per token.
-* `collapse step` is the step at which the collapse alarm was raised, for each seed.
-
-{SEEDS_ARE_THE_UNIT}"""
+* *Accuracy* is the share of pairs whose [margin](../how-to/preference.md#choose-a-loss) is positive.
+* *Chosen shift* is the change in the log-prob of the chosen answers, in nats per token.
+* *Chosen nll* is the negative log-prob of the chosen answers, in nats per token.
+* *Collapse step* is the step at which the collapse alarm was raised, for each seed.
+* {SEEDS_ARE_THE_UNIT}"""
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ QUESTIONS: Mapping[str, tuple[str, ...]] = {
     "How fast is Perilune, compared with other software?": (
         *("real_model", "grpo_step_vs_trl", "engine_vs_generate", "rollout", "openvino", "matrix_products"),
     ),
-    "How fast is it on a GPU?": ("grpo_cuda", "passes_cuda", "smollm2_cuda"),
+    "How fast is it on a GPU?": ("grpo_cuda", "rollout_cuda", "passes_cuda", "smollm2_cuda"),
     "What makes sampling and training faster?": (
         *("speculation", "prefix_cache", "asynchronous", "pacing", "weight_sync", "processes"),
     ),

@@ -52,7 +52,7 @@ def real_model(document: Document) -> Lead:
 
 
 def matrix_products(document: Document) -> Lead:
-    ratios = [row["times as fast as torch"] for row in document["GFLOP/s"]]
+    ratios = [row["speed of float32 kernel / speed of torch"] for row in document["GFLOP/s"]]
     return (
         "Perilune's C kernels and torch compute the same matrix products in float32 on one CPU thread.",
         f"Perilune's kernels are {span(ratios)} times as fast as torch, in CPU time.",
@@ -111,6 +111,13 @@ def processes(document: Document) -> Lead:
 
 
 def grpo_cuda(document: Document) -> Lead:
+    if cases := document.get("cases"):
+        times = [f"{row['total_seconds']:.1f} s with {name}" for name, row in cases.items()]
+        return (
+            f"`perilune run` takes GRPO steps of models with up to 8 billion parameters on one "
+            f"{document['machine']['device']}.",
+            f"A median step takes {listed(times)}.",
+        )
     steps = document["steps"][1:]  # the first step compiles kernels
     machine, memory = document["machine"], document["memory"]
     return (
@@ -120,6 +127,19 @@ def grpo_cuda(document: Document) -> Lead:
         f"sampling takes {span((row['sampling_seconds'] for row in steps), '.1f')} s and learning "
         f"{span((row['learning_seconds'] for row in steps), '.1f')} s, and the card uses "
         f"{memory['card_gib']:g} GiB of memory.",
+    )
+
+
+def rollout_cuda(document: Document) -> Lead:
+    rates: dict[tuple[str, str], dict[str, float]] = {}
+    for workload in ("group", "ragged", "single"):
+        for row in document.get(workload, []):
+            rates.setdefault((workload, row["model"]), {})[row["engine"]] = row["tokens_per_second"]
+    ratios = [rate["perilune"] / rate["transformers, static cache"] for rate in rates.values()]
+    return (
+        "Perilune's engine and compiled `generate` of transformers with a static cache sample the same work "
+        f"on one {document['machine']['device']}.",
+        f"Perilune's engine is {span(ratios)} times as fast, by elapsed time.",
     )
 
 
@@ -154,6 +174,7 @@ LEADS: Leads = {
     "prefix_cache": prefix_cache,
     "processes": processes,
     "real_model": real_model,
+    "rollout_cuda": rollout_cuda,
     "smollm2_cuda": smollm2_cuda,
     "speculation": speculation,
     "weight_sync": weight_sync,
