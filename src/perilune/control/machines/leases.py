@@ -14,12 +14,16 @@ class Lease(Frozen):
     control plane.
     """
 
-    max_lifetime: Annotated[float, Field(gt=0, description="seconds it may exist, counted from the request")]
+    max_lifetime: Annotated[
+        float, Field(gt=0, description="seconds that a machine may exist, counted from the request")
+    ]
     idle: Annotated[
         float,
-        Field(gt=0, description="seconds it may exist while no attempt runs on it"),
+        Field(gt=0, description="seconds that a machine may exist while no attempt runs on it"),
     ] = 600.0
-    max_cost: Annotated[float, Field(gt=0, description="currency units it may cost at the offer's price")]
+    max_cost: Annotated[
+        float, Field(gt=0, description="currency units that a machine may cost, at the provider's price")
+    ]
     ready_within: Annotated[
         float,
         Field(gt=0, description="seconds after the request when a machine that is not ready is terminated"),

@@ -63,7 +63,7 @@ class SshSettings(Frozen):
     host: str = Field(
         pattern=r"^[A-Za-z0-9_:][A-Za-z0-9._:%-]*$", description="address, or name in the ssh config"
     )
-    port: int | None = Field(None, ge=1, le=65535, description="port of its ssh server")
+    port: int | None = Field(None, ge=1, le=65535, description="port of the ssh server on the machine")
     user: str | None = Field(
         None, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", description="login name on the machine"
     )
@@ -71,7 +71,7 @@ class SshSettings(Frozen):
     host_key: str | None = Field(
         None,
         pattern=r"^(ssh|ecdsa|sk)-[A-Za-z0-9@.-]+ [A-Za-z0-9+/=]+$",
-        description='its public host key, "ssh-ed25519 AAAA..."; by default known_hosts must hold it',
+        description='public key of the machine, "ssh-ed25519 AAAA..."; by default known_hosts must hold it',
     )
     config: str | None = Field(None, description="an ssh config file instead of the user's")
 

@@ -96,7 +96,7 @@ class Site(Frozen):
         0.25,
         ge=0,
         le=1,
-        description="maximum share of its disk for uploaded files, which it keeps for later runs",
+        description="maximum share of the machine's disk for uploaded files, which stay for later runs",
     )
 
     def with_environment(self, variables: Mapping[str, str]) -> Site:
