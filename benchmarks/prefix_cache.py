@@ -67,26 +67,25 @@ def main() -> None:
 
 
 ABOUT = f"""\
-The benchmark has two parts.
-
 **Hits.** The first part simulates conversations of 20 turns, with pauses of 0 to {LONGEST_PAUSE:.0f} seconds
-of virtual time between turns. The simulation uses the block pools of the engine. All conversations share
-{SYSTEM} tokens. Each turn adds 16 to 128 tokens and an answer of {ANSWER}. The pools have space for a quarter
-of the tokens of all complete conversations.
+of virtual time between turns. It uses the block pools of the engine. All conversations share {SYSTEM} tokens.
+Each turn adds 16 to 128 tokens and an answer of {ANSWER}. The pools have space for a quarter of the tokens of
+all complete conversations.
 
-* *Hits* is the share of prompt tokens found in the cache. *Of unlimited* is its ratio to the hits of an
-  unlimited pool.
+* *Share of hits* is the share of the prompt tokens that are found in the cache.
 * *Plain LRU* evicts the least recently released block first. An earlier version of the engine did this. *Tail
   rule* is the present rule, which evicts whole branches. *Offloaded* also keeps evicted blocks in host
-  memory.
-* *Announced* requests give the length of the pause. *Announced 30 s* requests always say 30 seconds.
-* *Unusable blocks* are cached blocks from which no request can continue, counted every 100 turns.
+  memory. *Unlimited* has space for all blocks.
+* In *announced*, requests give the length of the pause. In *announced 30 s*, they always say 30 seconds.
+* *Unusable blocks* are cached blocks from which no request can continue, counted every 100 turns. The table
+  gives the largest count.
 
 **Offloading.** The second part runs conversations in turn on the engine itself. The pool has space for a
 quarter of their tokens, and the host memory for all. The samples are bit-identical with and without
-offloading. *Predicted seconds* is the time without offloading, minus the time to compute the loaded
-tokens, plus the time to copy the moved bytes. The rates for this prediction come from a separate
-measurement with other prompts. Times are CPU seconds of one thread."""
+offloading. *Predicted seconds* is the time without offloading, minus the time to compute the loaded tokens,
+plus the time to copy the moved bytes. The rates for this prediction come from a separate measurement with
+other prompts. Offloading is faster than computing if bytes are copied faster than the *break-even* rate.
+Times are CPU seconds of one thread."""
 
 
 def rules(name: str, seeds: Sequence[int], arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -108,9 +107,9 @@ def rules(name: str, seeds: Sequence[int], arguments: argparse.Namespace) -> Ite
         yield {
             "model": name,
             "rule": rule,
-            "hits": [round(share, 4) for share, _ in results],
-            "of unlimited": round(mean / best, 3),
-            "of plain LRU": round(mean / plain, 2),
+            "share of hits": [round(share, 4) for share, _ in results],
+            "hits / hits of unlimited": round(mean / best, 3),
+            "hits / hits of plain LRU": round(mean / plain, 2),
             "unusable blocks": max(lost for _, lost in results),
         }
 

@@ -32,17 +32,27 @@ CLIMBS = {
     "answer_columns": "forward pass, a boundary after each column",
     "montecarlo": "Monte Carlo, 9 continuations after each column",
 }
+PLACES = {  # columns of the table by number of segments
+    "count": "prefixes",
+    "place": "segments before",
+    "played": "Monte Carlo value",
+    "spearman": "correlation",
+    "value": "estimated value",
+}
 ABOUT = """\
-A process reward values the prefixes of an answer with one forward pass. This page compares these values with
-Monte Carlo values, on the quickstart's three-digit sums. Columns with `values` compare the values of
-prefixes. Columns with `differences` compare the rewards of segments, which training would use; the last
-segment of an answer is left out. Both show Spearman's rank correlation with its 95% interval over tasks. The
-*ceiling* is the correlation that exact values would have with these Monte Carlo values, which are noisy
-because they use 16 continuations. The findings give the correlation of differences for each of three seeds.
+The value of a prefix is the expected reward of the answers that continue it. A process reward gives each
+segment of an answer the change of this value. One forward pass estimates the values. The reference is the
+mean reward of 16 sampled continuations of a prefix (Monte Carlo).
 
-In the table by number of segments, *place* is the number of segments before the prefix, *value* the
-estimate, and *played* the Monte Carlo value. Costs are medians over 24 training steps. Compare CPU
-seconds, because the machine had other work."""
+* *Correlation of values* is Spearman's rank correlation between the estimated values of prefixes and the
+  Monte Carlo values, with its 95% interval over tasks.
+* *Correlation of differences* is the same for the rewards of segments, which training would use. It leaves
+  out the last segment of an answer. The findings give it for each of three seeds. It counts as *reliable* if
+  its interval is above 0.
+* The *ceiling* is the correlation that exact values would have with these Monte Carlo values, which are
+  noisy.
+* In the table by number of segments, a row covers the prefixes with this number of *segments before*.
+* Costs are medians over 24 training steps. Compare CPU seconds, because the machine had other work."""
 
 
 def main() -> None:
@@ -75,12 +85,12 @@ def calibration(seed: int, stage: str, summary: Mapping[str, Any]) -> dict[str, 
     row: dict[str, Any] = {"seed": seed, "answers": CALIBRATED[stage], "pass_rate": summary["pass_rate"]}
     for what in ("values", "differences"):
         interval = summary[what]["spearman"]
-        row[f"{what}_spearman"] = None if interval is None else interval["mean"]
-        row[f"{what}_interval"] = (
+        row[f"correlation of {what}"] = None if interval is None else interval["mean"]
+        row[f"95% interval for {what}"] = (
             "" if interval is None else f"{interval['low']:.2f} to {interval['high']:.2f}"
         )
-        row[f"{what}_ceiling"] = summary[what]["ceiling"]
-        row[f"{what}_count"] = summary[what]["count"]
+        row[f"ceiling for {what}"] = summary[what]["ceiling"]
+        row[f"number of {what}"] = summary[what]["count"]
     row["reliable"] = bool(
         summary["differences"]["spearman"] and summary["differences"]["spearman"]["low"] > 0
     )
@@ -91,7 +101,7 @@ def calibration(seed: int, stage: str, summary: Mapping[str, Any]) -> dict[str, 
 def by_segments(calibrations: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Both values of the cold start's prefixes, by the number of written columns."""
     return [
-        {"seed": row["seed"], **position}
+        {"seed": row["seed"], **{PLACES[key]: value for key, value in position.items()}}
         for row in calibrations
         if row["answers"] == CALIBRATED["sft_columns"]
         for position in row["by_place"]
@@ -116,7 +126,7 @@ def price(seed: int, stage: str, found: Mapping[str, Any]) -> dict[str, Any]:
         "seed": seed,
         "process_rewards": CLIMBS[stage],
         "CPU_seconds_per_step": median(stage, "processor"),
-        "CPU_time_divided_by_GRPO": median(stage, "processor") / median("none", "processor"),
+        "CPU time / CPU time of GRPO": median(stage, "processor") / median("none", "processor"),
         "share_of_the_step": statistics.median(share),
         "pass_rate_over_the_last_5_steps": statistics.fmean(line["pass_rate"] for line in last),
     }
@@ -125,9 +135,9 @@ def price(seed: int, stage: str, found: Mapping[str, Any]) -> dict[str, Any]:
 def finding(name: str, rows: list[dict[str, Any]]) -> str:
     """A sentence on the agreement of the segments' rewards with Monte Carlo values, over all seeds."""
     correlations = ", ".join(
-        f"{row['differences_spearman']:.2f} ({row['differences_interval']})"
+        f"{row['correlation of differences']:.2f} ({row['95% interval for differences']})"
         for row in rows
-        if row["differences_spearman"] is not None
+        if row["correlation of differences"] is not None
     )
     if all(row["reliable"] for row in rows):
         return f"{name}: agrees with Monte Carlo values, correlation {correlations}."

@@ -68,8 +68,9 @@ def main() -> None:
                 runs[name].append({"load average before": round(load, 1), **seconds(bundle)})
     document = {
         "title": "Two threads in one process or two processes",
-        "about": "The table shows the time of a step of the quickstart's `rl` stage, with one or two threads"
-        " in one process, and with one thread in each of two processes. Other programs kept the cores busy.",
+        "about": "In each round, every setting runs the `rl` stage of the quickstart once. The table shows "
+        "times of a step. *CPU* is the CPU time of the first training process, without scoring. Other "
+        "programs kept the cores busy, so elapsed times are noisy.",
         "command": shlex.join(["python", "benchmarks/processes.py", *sys.argv[1:]]),
         "processor": describe_machine()["processor"]["model"],
         "all settings gave the same metrics": len(figures) == 1,

@@ -295,17 +295,17 @@ def report(
     }
     return {
         "title": "GRPO step of a 135M model: Perilune against TRL",
-        "about": "The page compares GRPO steps of 16 prompts x 8 answers on the cores of one machine:"
-        " Perilune"
-        " with all checks of a run, and TRL's GRPOTrainer in float32. Both have the same prompts and answer"
-        " lengths. The table shows medians over all steps except the first of each process. The *learning"
-        " floor* is the time that the matrix products of learning alone would take, at the measured rate of a"
-        " large product. Learning computes each prompt once per group. *Without sharing* is the floor with"
-        " each prompt counted once per answer. The answers of a *dead group* all have the same reward.",
+        "about": "Perilune runs with all checks of a run, and TRL in float32. Both have the same prompts "
+        "and answer lengths. The table shows medians over all steps except the first of each process.\n\n* "
+        "*Log-prob gap* is the largest difference between the sampler's and the learner's log-prob of a "
+        "token, in nats.\n* The answers of a *dead group* all have the same reward.\n* *Learning floor* is "
+        "the time that the matrix products of learning alone would take, at the measured rate of a large "
+        "product. Learning computes each prompt once per group. *Without sharing* is the floor with each "
+        "prompt counted once per answer.",
         "command": f"python benchmarks/real_model.py --model {options.model.name} --rounds {options.rounds}"
         f" --steps {options.steps}",
         "median step": arms,
-        "times_as_fast_as_trl": ratios,
+        "time of TRL / time of Perilune": ratios,
         "gflops_of_a_large_product": {name: round(rate) for name, rate in rates.items()},
         "threads": options.threads,
         "load_average_at_end": [round(load, 2) for load in os.getloadavg()],

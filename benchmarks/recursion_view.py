@@ -5,8 +5,8 @@ from typing import Any
 
 from recipe_runs import SEEDS_ARE_THE_UNIT, describe_differences
 
-ABOUT = """\
-A tiny model is trained from scratch on contexts of 8 to 32 lines of [`oolong`](../how-to/oolong.md), and then
+ABOUT = f"""\
+The model is trained from scratch on contexts of 8 to 32 lines of [`oolong`](../how-to/oolong.md), and then
 evaluated on longer contexts. A line has five characters, and the model's context window has 4,096 tokens.
 
 * `counting` sees the number of lines, the first two lines and the question. It writes code that asks the
@@ -16,15 +16,15 @@ evaluated on longer contexts. A line has five characters, and the model's contex
 * `without asks` writes code that cannot ask the model.
 * `without code` asks the model about eight lines at a time. The model's answers enter the context.
 
-The table shows the accuracy on held-out questions with greedy decoding and with sampling. The model that the
-code asks decodes in the same way. Rows marked *after SFT* are before RL, and all others are after RL. Rows
-without a range come from one seed. *Asked twice or more* is the share of sampled episodes in which the model
-was asked more than once.
+The comparisons are of accuracy with greedy decoding, on held-out questions. The table *Accuracy* also shows
+accuracy with sampling. The model that the code asks decodes in the same way. Rows marked *after SFT* are
+before RL, and all others are after RL. Rows without a range come from one seed. *Asked twice or more* is the
+share of sampled episodes in which the model was asked more than once.
 
 With greedy decoding, `counting` generalizes to longer contexts, because the code counts 2,000 answers as
 reliably as 32. `pairs` does not generalize. The model only learned to write this code and to read one line.
 The results do not show that a language model finds such programs without demonstrations.
-"""
+{SEEDS_ARE_THE_UNIT}"""
 
 
 def view(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,9 +38,11 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
         {
             "arm": arm,
             "lines": lines,
-            "greedy": _by_seed(figures, "greedy"),
-            "sampled": _by_seed(figures, "sampled"),
-            "asked twice or more": [row.get("strategies", {}).get("many asks", 0.0) for row in figures],
+            "accuracy, greedy": _by_seed(figures, "greedy"),
+            "accuracy, sampled": _by_seed(figures, "sampled"),
+            "share of episodes that asked twice or more": [
+                row.get("strategies", {}).get("many asks", 0.0) for row in figures
+            ],
             "questions": figures[0]["tasks"],
         }
         for (arm, lines), figures in places.items()
@@ -49,7 +51,7 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
     findings, compared = describe_differences(_differences(records))
     return {
         "title": "Exploring long contexts with code that asks the model",
-        "about": f"{ABOUT}{SEEDS_ARE_THE_UNIT}",
+        "about": ABOUT,
         "findings": findings,
         "comparison": compared,
         "accuracy": rows,

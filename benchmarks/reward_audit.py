@@ -28,24 +28,29 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "in a recipe": {},
 }
 LONGEST = 60  # characters of an example
-ABOUT = (
-    "Perilune audited the reward of every reasoning-gym family twice: the scorer as the package ships "
-    "it, and the reward of a recipe with default settings. A recipe rewards only finished answers "
-    "in the expected form, and only if the scorer gives the full score.\n\n"
-    "The grades:\n\n"
-    "* A: no wrong output was rewarded.\n"
-    "* B: a small reward for an empty answer, or a partial reward for a nearly right one.\n"
-    "* C: a partial reward without the answer, or a scorer that fails on wrong outputs.\n"
-    "* D: the full reward for wrong outputs that were derived from right ones.\n"
-    "* F: the full reward without the answer, no reward for a right answer, or different rewards for "
-    "the same answer.\n\n"
-    "An output counts as wrong if it cannot be right for any task, or if a second checker rejects it. "
-    "This checker shares no code with the scorer. The audit skips truncated answers, because a shipped "
-    "scorer cannot recognize them.\n\n"
-    f"In {len(UNRELIABLE_FAMILIES)} families the audit found the full reward for wrong answers. In these "
-    "families a recipe now gives no reward to an answer that the second checker rejects. Their grade A means "
-    "that recipes apply this rule. It does not mean that the checker is right."
-)
+ABOUT = f"""\
+A recipe with default settings rewards only finished answers in the expected form, and only if the scorer
+gives the full score.
+
+The grades:
+
+* A: no wrong output was rewarded.
+* B: a small reward for an empty answer, or a partial reward for a nearly right one.
+* C: a partial reward without the answer, or a scorer that fails on wrong outputs.
+* D: the full reward for wrong outputs that were derived from right ones.
+* F: the full reward without the answer, no reward for a right answer, or different rewards for the same
+  answer.
+
+An output counts as wrong if it cannot be right for any task, or if a second checker rejects it. This checker
+shares no code with the scorer. The audit skips truncated answers, because a shipped scorer cannot recognize
+them.
+
+In {len(UNRELIABLE_FAMILIES)} families, the scorer gives the full reward to clearly wrong answers. In these
+families, a recipe gives no reward to an answer that the second checker rejects. Their grade A means that
+recipes apply this rule. It does not mean that the checker is right.
+
+In the table of families, *most severe finding* names the [probe](../how-to/reward-audit.md) that produced the
+output, and *tasks* counts the tasks on which it found this."""
 
 
 def main() -> None:

@@ -29,17 +29,18 @@ JUDGES = {
     "reads_the_answer": "prompt injection after a wrong answer",
     "Forgetful": "order",
 }
-ABOUT = (
-    "Each planted scorer has one hack of a family from public lists (rewardspy, RHOB, the verifier "
-    'hardening list of benchflow, "One Token to Fool LLM-as-a-Judge"). The audit knows the '
-    "environment's stated answers, but not the scorer. A hack counts as *named* if a finding has the name of"
-    " its family. The judges are small HTTP servers with OpenAI's interface. We wrote the planted scorers"
-    " and the probes together, so their result only shows that every family is covered. We wrote the unseen"
-    " scorers afterwards, measured them once, and did not change the probes for them.\n\nBuilt-in rewards"
-    " and the rewards of sound scorers must get A. The tables list the exceptions. A judge that"
-    " rewards each answer only once looks to the audit like a judge whose scores depend on the order of the"
-    " answers, because the audit cannot restart a server. The finding then names the family *order*."
-)
+ABOUT = """\
+The hacks are of the families in public lists (rewardspy, RHOB, the verifier hardening list of benchflow, "One
+Token to Fool LLM-as-a-Judge"). The audit knows the environment's stated answers, but not the scorer.
+
+* Each *planted scorer* has one hack. The hack counts as *named* if a finding has the name of its family. We
+  wrote these scorers and the probes together, so their result only shows that every family is covered.
+* We wrote the *unseen scorers* afterwards, measured them once, and did not change the probes for them.
+* The *judges* are small HTTP servers with OpenAI's interface. A judge that rewards each answer only once
+  looks to the audit like a judge whose scores depend on the order of the answers, because the audit cannot
+  restart a server. The finding then names the family *order*.
+* *Sound scorers* and *built-in rewards* must get grade A. The tables list the exceptions. [The audit of
+  reasoning-gym](reward_audit.md) explains the grades."""
 
 
 def main() -> None:

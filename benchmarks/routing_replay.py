@@ -48,7 +48,7 @@ from perilune.models.config.layer_kinds import Experts
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.rollout.groups import map_groups
-from recipe_runs import HERE, describe_differences, document, options, run_recipe, write
+from recipe_runs import HERE, SEEDS_ARE_THE_UNIT, describe_differences, document, options, run_recipe, write
 
 RECIPE = HERE / "cold_start.yaml"
 MIXTURE = PRESETS["tiny"].replace(architecture="qwen3_moe", num_layers=4, experts=Experts(16, 2, 48))
@@ -134,7 +134,7 @@ def main() -> None:
         "comparison of pass@1": comparisons,
         "receiving a group in the learner's process": transport,
     }
-    setting = {"steps": arguments.steps, "updates a step": UPDATES, "learning rate": LR}
+    setting = {"steps": arguments.steps, "updates per step": UPDATES, "learning rate": LR}
     write(
         arguments.out,
         result | tables | setting | document("routing_replay.py", sys.argv[1:], began),
@@ -143,19 +143,20 @@ def main() -> None:
 
 ABOUT = f"""\
 The model is a Qwen3-MoE of 1 million parameters (4 layers, 16 experts, 2 per token), trained on additions.
-With routing replay the learner uses the experts that the engine chose. The page compares sampler and learner
-with and without it. They differ because the engine keeps weights in float32, bfloat16 or int8, or because the
+Sampler and learner differ because the engine keeps weights in float32, bfloat16 or int8, or because the
 learner has made two updates since sampling.
 
-The *gap* is the difference in nats between the log-probs of sampler and learner on sampled tokens. The *KL*
-is the k3 estimate of KL(sampler || learner). In the table *Training runs*, each step samples {PROMPTS}
-tasks with {SAMPLES} answers and makes {UPDATES} updates, so tokens are up to two versions old; pass@1 is
-measured on held-out tasks in float32. Runs with and without replay start from the same weights and see the
-same tasks.
-
-*Receiving a group in the learner's process* shows the CPU time that the learner's process needs to receive
-a group of {GROUP} episodes from a rollout process, with routes of the size of Qwen3-30B-A3B (48 layers, 8
-of 128 experts)."""
+* The *gap* is the difference between the log-probs of sampler and learner on sampled tokens, in nats.
+* The *KL* is the k3 estimate of KL(sampler ‖ learner), in nats.
+* A token *with a flipped expert* was routed to another expert in the learner than in the engine, in at least
+  one layer.
+* In the table *Training runs*, each step samples {PROMPTS} tasks with {SAMPLES} answers and makes {UPDATES}
+  updates, so tokens are up to two versions old. pass@1 is measured on held-out tasks in float32. Runs with
+  and without replay start from the same weights and see the same tasks.
+* *Receiving a group in the learner's process* shows the CPU time that the learner's process needs to receive
+  a group of {GROUP} episodes from a rollout process, with routes of the size of Qwen3-30B-A3B (48 layers, 8
+  of 128 experts).
+* {SEEDS_ARE_THE_UNIT}"""
 
 
 def cold_start(seed: int) -> Start:

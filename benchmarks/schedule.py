@@ -35,13 +35,11 @@ SHORT = (  # stages that this benchmark does not need
     *("after_synchronous.tasks=2", "after_ahead_1.tasks=2", "after_ahead_2.tasks=2"),
 )
 WEIGHTS = "artifacts/checkpoints/final/model.safetensors"
-ABOUT = (
-    "An asynchronous run with staleness 2, in an environment that waits before it answers, writes a schedule"
-    " log. Two more runs follow the log. During the first of them, other processes keep every core busy. The"
-    " second run is killed with SIGKILL at random times, and resumes from its last checkpoint. It writes a"
-    " checkpoint every 5 steps. We compare metrics.jsonl, the episodes, the schedule log and the final"
-    " checkpoint, byte for byte."
-)
+ABOUT = """\
+The first run has staleness 2, in an environment that waits before it answers, and writes a schedule log. Two
+more runs follow the log. During the first of them, other processes keep every core busy. The second is killed
+with SIGKILL at random times, and resumes from its last checkpoint. It writes a checkpoint every 5 steps. We
+compare `metrics.jsonl`, the episodes, the schedule log and the final checkpoint, byte for byte."""
 
 
 def main() -> None:

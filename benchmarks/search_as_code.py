@@ -16,29 +16,36 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from perilune.metrics.across_seeds import compare_over_seeds
-from recipe_runs import HERE, document, for_seeds, mean_pass_rate, options, run_recipe, write
+from recipe_runs import (
+    HERE,
+    SEEDS_ARE_THE_UNIT,
+    document,
+    for_seeds,
+    mean_pass_rate,
+    options,
+    run_recipe,
+    write,
+)
 
 RECIPE = HERE / "search_as_code.yaml"
 MODES = {"calls": "single calls", "code": "code"}
 CORPORA = {"": "100 companies, about 580 documents", "_large": "1,600 companies, about 9,300 documents"}
 KINDS = {0.0: "one search", 1.0: "two searches", 2.0: "count over many documents"}
-ABOUT = """\
-A tiny model learns from scratch, from 600 demonstrations, to answer questions about documents that it has to
-search. In one arm it writes Python that calls the search functions in the sandbox, and sees only the output
-of the code. In the other arm it calls the same functions one at a time, and every result enters its context.
+ABOUT = f"""\
+The model learns from scratch, from 600 demonstrations. In the arm `code`, it writes Python that calls the
+search functions in the sandbox, and sees only the output of the code. In the arm `calls`, it calls the same
+functions one at a time, and every result enters its context. The evaluation uses corpora that are not in
+training. The smaller ones have the same size as those in training.
 
-The evaluation uses corpora that are not in training. The smaller ones have the same size as those in
-training.
-
-A token is one character. *Observed tokens* are the results in the context. *Whole context* also counts the
-question and all text of the model.
+* A token is one character.
+* *Observed tokens* are the results in the context.
+* *Tokens of the whole context* also count the question and all text of the model.
+* {SEEDS_ARE_THE_UNIT}
 
 The model copies the names of a question into one of three programs. On larger corpora the accuracy stays the
 same because of these programs and the BM25 search, not because of the weights. A tiny model does not show
 that a language model would choose such programs by itself, or how it handles documents in English. The number
-of tokens that each arm needs depends on the demonstrations.
-
-Differences are tested [over paired seeds](index.md#differences-over-seeds)."""
+of tokens that each arm needs depends on the demonstrations."""
 
 
 def main() -> None:
@@ -77,7 +84,9 @@ def contexts(stage: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "observed tokens": fmean(item["loss_mask"].count(False) for item in episodes),
         "written tokens": fmean(item["loss_mask"].count(True) for item in episodes),
-        "whole context": fmean(len(item["prompt_ids"]) + len(item["token_ids"]) for item in episodes),
+        "tokens of the whole context": fmean(
+            len(item["prompt_ids"]) + len(item["token_ids"]) for item in episodes
+        ),
         **{f"pass@1, {name}": levels[level] for level, name in KINDS.items()},
     }
 
@@ -88,12 +97,12 @@ def report(by_seed: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
         {
             f"{what}, {corpora}": [difference(rows, corpora, what) for rows in by_seed]
             for corpora in CORPORA.values()
-            for what in ("pass@1", "observed tokens", "whole context")
+            for what in ("pass@1", "observed tokens", "tokens of the whole context")
         }
     )
-    names = ("mode", "corpora", "pass@1", "observed tokens", "whole context")
+    names = ("mode", "corpora", "pass@1", "observed tokens", "tokens of the whole context")
     findings = [
-        f"{name}: code minus single calls: {comparison.describe(is_share=name.startswith('pass@1'))}"
+        f"{described(name)}: {comparison.describe(is_share=name.startswith('pass@1'))}"
         + ("." if name.startswith("pass@1") else f"; {ratio(by_seed, *reversed(name.split(', ', 1)))}.")
         for name, comparison in comparisons.items()
     ]
@@ -107,6 +116,12 @@ def report(by_seed: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
         ],
         "by seed": [row for rows in by_seed for row in rows],
     }
+
+
+def described(name: str) -> str:
+    """What is compared, and on which corpora."""
+    what, _, corpora = name.partition(", ")
+    return f"{what} with code against single calls ({corpora})"
 
 
 def difference(rows: Sequence[Mapping[str, Any]], corpora: str, what: str) -> float:

@@ -33,7 +33,7 @@ def search_as_code(document: Document) -> Lead:
     tokens: dict[str, list[float]] = {}
     rates: dict[str, list[float]] = {}
     for row in document["over seeds"]:
-        tokens.setdefault(row["mode"], []).append(median(row["whole context"]))
+        tokens.setdefault(row["mode"], []).append(median(row["tokens of the whole context"]))
         rates.setdefault(row["mode"], []).append(median(row["pass@1"]))
     return (
         "A tiny model answers questions about documents either with code that calls search functions or with "
@@ -80,7 +80,7 @@ def game_teachers(document: Document) -> Lead:
     return (
         f"Teachers for {count(len(document['best teacher of each game']), 'game')} play against random "
         f"moves and against each other, and their exploitability is measured in {count(len(games), 'game')}.",
-        f"In {won} of {len(matches)} matches, the teacher beats random play (95% interval of its mean "
+        f"The teacher beats random play in {won} of {len(matches)} matches (95% interval of its mean "
         "return above 0), and the least exploitable teachers have an exploitability of "
         f"{span(games.values(), '.2g')}.",
     )

@@ -146,7 +146,7 @@ def process_rewards(document: Document) -> Lead:
     values: dict[bool, list[float]] = {}
     for row in document["agreement_with_Monte_Carlo_values"]:
         coarse = row["answers"].endswith("one boundary after the working")
-        values.setdefault(coarse, []).append(row["differences_spearman"])
+        values.setdefault(coarse, []).append(row["correlation of differences"])
     return (
         "Process rewards computed with one forward pass are compared with Monte Carlo estimates, on the "
         "quickstart's three-digit sums.",

@@ -18,7 +18,7 @@ def generate(document: Document) -> Lead:
 def openvino(document: Document) -> Lead:
     ratios: dict[str, list[float]] = {}
     for row in document["speed"]:
-        ratios.setdefault(row["weights"], []).append(row["OpenVINO / Perilune, CPU speed"])
+        ratios.setdefault(row["weights"], []).append(row["tokens per CPU second, OpenVINO / Perilune"])
     return (
         "OpenVINO and Perilune's own kernels sample from SmolLM2-135M on one thread.",
         "By CPU time, OpenVINO is "
@@ -41,7 +41,7 @@ def grpo_step(document: Document) -> Lead:
 
 def real_model(document: Document) -> Lead:
     step = {name: row["total_seconds"] for name, row in document["median step"].items()}
-    ratio = document["times_as_fast_as_trl"]
+    ratio = document["time of TRL / time of Perilune"]
     return (
         "Perilune and TRL's GRPOTrainer take GRPO steps of SmolLM2-135M-Instruct, with 16 prompts x 8 "
         f"answers, on {count(document['threads'], 'CPU core')}.",
@@ -74,7 +74,7 @@ def speculation(document: Document) -> Lead:
 
 def prefix_cache(document: Document) -> Lead:
     model = document["hits"][-1]["model"]
-    hits = {row["rule"]: median(row["hits"]) for row in document["hits"] if row["model"] == model}
+    hits = {row["rule"]: median(row["share of hits"]) for row in document["hits"] if row["model"] == model}
     (speed,) = document["offloading"]
     return (
         "Conversations of agents that pause between turns use a prefix cache with space for a quarter of "
