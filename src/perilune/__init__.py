@@ -8,43 +8,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from perilune.control.runs.run_recipe import evaluate, run
-    from perilune.data.episode import Episode
-    from perilune.engine.engine import Engine
-    from perilune.engine.request import Prompt, SamplingParams
-    from perilune.environments.core.protocol import Transcript
-    from perilune.environments.core.registry import make_environment
-    from perilune.learn.algorithms import algorithm
-    from perilune.learn.batch import pack
-    from perilune.learn.trainer import Learner
-    from perilune.metrics.pass_at_k import pass_at_k
-    from perilune.models.checkpoints.loading import load_model
-    from perilune.models.text.tokenizer import Tokenizer
-    from perilune.recipe.load import load_recipe
-    from perilune.recipe.schema import Recipe
-    from perilune.verifiers.scorer import Scorer
+    from perilune.control.runs.run_recipe import evaluate as evaluate
+    from perilune.control.runs.run_recipe import run as run
+    from perilune.data.episode import Episode as Episode
+    from perilune.engine.engine import Engine as Engine
+    from perilune.engine.request import Prompt as Prompt
+    from perilune.engine.request import SamplingParams as SamplingParams
+    from perilune.environments.core.protocol import Transcript as Transcript
+    from perilune.environments.core.registry import make_environment as make_environment
+    from perilune.learn.algorithms import algorithm as algorithm
+    from perilune.learn.batch import pack as pack
+    from perilune.learn.trainer import Learner as Learner
+    from perilune.metrics.pass_at_k import pass_at_k as pass_at_k
+    from perilune.models.checkpoints.loading import load_model as load_model
+    from perilune.models.text.tokenizer import Tokenizer as Tokenizer
+    from perilune.recipe.load import load_recipe as load_recipe
+    from perilune.recipe.schema import Recipe as Recipe
+    from perilune.verifiers.scorer import Scorer as Scorer
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "Engine",
-    "Episode",
-    "Learner",
-    "Prompt",
-    "Recipe",
-    "SamplingParams",
-    "Scorer",
-    "Tokenizer",
-    "Transcript",
-    "algorithm",
-    "evaluate",
-    "load_model",
-    "load_recipe",
-    "make_environment",
-    "pack",
-    "pass_at_k",
-    "run",
-]
 
 _MODULES = {
     "Engine": "perilune.engine.engine",
@@ -65,6 +47,8 @@ _MODULES = {
     "pass_at_k": "perilune.metrics.pass_at_k",
     "run": "perilune.control.runs.run_recipe",
 }
+
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

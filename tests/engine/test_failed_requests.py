@@ -138,7 +138,7 @@ class Broken:
     """A constraint that raises `error` in one of its methods."""
 
     stop_token_ids = (1,)
-    complete, failed = False, ""
+    failure = ""
 
     def __init__(self, where: str, error: BaseException) -> None:
         self._where, self._error = where, error
@@ -157,9 +157,6 @@ class Broken:
 
     def advance(self, token_id: int) -> None:
         self._reach("advance")
-
-    def rollback(self, tokens: int) -> None:
-        self._reach("rollback")
 
 
 @pytest.mark.parametrize("where", ["start", "fill_mask", "advance"])

@@ -4,7 +4,6 @@ import pytest
 from scorer_corpus import HACKABLE, HELD_OUT, NAMED, SEASONS, SOUND, UNKNOWABLE
 
 from perilune.verifiers.audit import audit_reward
-from perilune.verifiers.audit.audit import MAX_SCORINGS_PER_TASK
 from perilune.verifiers.audit.forms import Form, find_shown_forms, find_stated_form
 
 FAILING = ("C", "D", "F")
@@ -70,7 +69,7 @@ def test_audit_search_finds_scorer_that_no_probe_finds():
 def test_audit_grades_sound_scorer_a(scorer):
     audit = run_audit(scorer)
     assert audit.grade == "A", findings_of(audit)
-    assert audit.judged <= 3 * MAX_SCORINGS_PER_TASK + 3 * 48
+    assert audit.judged <= 3 * 2000 + 3 * 48  # 2000 scorings per task, and the search
 
 
 @pytest.mark.thorough

@@ -33,13 +33,9 @@ class ConstraintState(Protocol):
     """The state of one sample in its constraint.
 
     Attributes:
-        complete: only a stop token may follow.
         failure: the reason that no token may follow, or "": the vocabulary cannot express the required text,
             or the grammar is too complex. The engine then aborts the sample; masks allow a stop token.
     """
-
-    @property
-    def complete(self) -> bool: ...
 
     @property
     def failure(self) -> str: ...
@@ -54,9 +50,6 @@ class ConstraintState(Protocol):
             RequestError: when the grammar has too many alternatives after it.
             WorkFailedError: when the last mask did not allow it.
         """
-
-    def rollback(self, tokens: int) -> None:
-        """Remove the last `tokens` tokens."""
 
 
 class Constraint(Protocol):
@@ -208,10 +201,6 @@ class _MatcherState:
         self._ended = False  # by a stop token, which the matcher may not know
 
     @property
-    def complete(self) -> bool:
-        return self._ended or (bool(self._matcher.is_stopped()) and not self.failure)
-
-    @property
     def failure(self) -> str:
         return _error_message(self._matcher) if self._matcher.is_error() else ""
 
@@ -238,12 +227,6 @@ class _MatcherState:
                 f"token {token_id} may not follow: {self.failure or 'the grammar is complete'}",
                 where="constrained output",
             )
-
-    def rollback(self, tokens: int) -> None:
-        consumed = tokens - self._ended
-        self._ended = False
-        if not self._matcher.rollback(consumed):
-            raise WorkFailedError(self.failure, where="constrained output")
 
 
 class _TokenTable:

@@ -10,6 +10,8 @@ from perilune.engine.engine import Engine
 from perilune.engine.request import Prompt, SamplingParams
 from perilune.models.decoder import Decoder
 
+_SAMPLES = 8  # of each prompt
+
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
@@ -30,19 +32,16 @@ def measure_throughput(
     *,
     seconds: float,
     groups: int = 32,
-    samples: int = 8,
-    prompt_tokens: int = 8,
-    max_tokens: int = 40,
 ) -> Throughput:
-    """Sample `groups` prompts `samples` times each, repeatedly for `seconds`.
+    """Sample `groups` prompts of 8 tokens, 8 times each with 40 tokens, repeatedly for `seconds`.
 
     Samples never stop early, so every round is the same work. A short warm-up round, which allocates memory
     and selects kernels, is not counted. The last round is cut off when the time is over.
     """
-    engine = Engine(decoder, slots=groups * samples)
-    ids = np.random.default_rng(0).integers(decoder.config.vocab_size, size=(groups, prompt_tokens)).tolist()
+    engine = Engine(decoder, slots=groups * _SAMPLES)
+    ids = np.random.default_rng(0).integers(decoder.config.vocab_size, size=(groups, 8)).tolist()
     prompts = [Prompt(row, (0, 0, group)) for group, row in enumerate(ids)]
-    engine.sample(prompts, samples, SamplingParams(max_tokens=2))
+    engine.sample(prompts, _SAMPLES, SamplingParams(max_tokens=2))
 
     tokens = 0
     start, began = time.perf_counter(), time.process_time()
@@ -55,7 +54,7 @@ def measure_throughput(
 
     with contextlib.suppress(_TimeUpError):
         while True:
-            engine.sample(prompts, samples, SamplingParams(max_tokens=max_tokens), count)
+            engine.sample(prompts, _SAMPLES, SamplingParams(max_tokens=40), count)
     return Throughput(tokens, time.perf_counter() - start, time.process_time() - began)
 
 

@@ -41,7 +41,6 @@ POOL_FACTOR = 4  # tasks whose gold answers the audit collects, for each that it
 MAX_POOL_ANSWER_CHARS = 100  # characters
 FORM_SEARCH_TASKS = 4  # tasks used to find the form of an answer
 ITEM_TIMEOUT_S = 3.0
-MAX_SCORINGS_PER_TASK = 2000  # scorings per task, each output three times, without the search
 SEARCH = Probe("search", "unknown", False, lambda case, generator: ())
 SEARCH_FROM_GOLD = replace(SEARCH, uses_gold=True)
 

@@ -20,7 +20,7 @@ from typing import Any
 from perilune.environments.builtin.oolong import compact, natural
 from perilune.environments.builtin.oolong.answers import score_field, write_answer
 from perilune.environments.builtin.oolong.drawing import draw_question
-from perilune.environments.builtin.oolong.questions import Question, compute_answer
+from perilune.environments.builtin.oolong.questions import Question
 from perilune.environments.builtin.oolong.records import Record, draw_records
 from perilune.environments.builtin.oolong.settings import FEWEST_LINES, OolongSettings
 from perilune.environments.core.protocol import Split
@@ -86,13 +86,6 @@ def line_labels(data: TaskData) -> Iterator[str]:
     labels = _STYLES[data["style"]].LABELS
     for record in draw_records(data):
         yield labels[record.label]
-
-
-def gold_for_lines(data: TaskData, start: int, stop: int) -> str | None:
-    """Return the right answer for the lines from `start` to before `stop`; None if several tie."""
-    question = Question(**data["question"])
-    answer = compute_answer(question, list(itertools.islice(draw_records(data), start, stop)))
-    return None if answer is None else write_answer(question, answer, _STYLES[data["style"]])
 
 
 def score_answer(data: TaskData, answer: str) -> float:
