@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from perilune.errors import RequestError
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
-from perilune.models.config.families import DECODER_FAMILIES, Architecture
+from perilune.models.config.families import DECODER_FAMILIES
 from perilune.models.config.layer_kinds import DeltaRule, Experts, Latent
 from perilune.models.config.multipliers import Multipliers
 from perilune.models.config.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
@@ -69,7 +69,7 @@ def configs(draw: st.DrawFn) -> DecoderConfig:
 
 
 @st.composite
-def windows(draw: st.DrawFn, architecture: Architecture, layers: int) -> tuple[int | None, ...]:
+def windows(draw: st.DrawFn, architecture: str, layers: int) -> tuple[int | None, ...]:
     family, size = DECODER_FAMILIES[architecture], draw(st.sampled_from([None, 1, 4096]))
     if "sliding_window" not in family.options or size is None:
         return ()

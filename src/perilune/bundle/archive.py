@@ -110,7 +110,8 @@ class _BoundedStream(io.RawIOBase):
         if size is None or size < 0 or size > _CHUNK:
             raise RequestError("the archive has a header of more than 1 MiB")
         data = self._stream.read(size)
-        self._check()
+        if self._stream.tell() > self._most:
+            raise RequestError("the archive unpacks to more than the limit")
         return data
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
@@ -120,10 +121,6 @@ class _BoundedStream(io.RawIOBase):
 
     def tell(self) -> int:
         return self._stream.tell()
-
-    def _check(self) -> None:
-        if self._stream.tell() > self._most:
-            raise RequestError("the archive unpacks to more than the limit")
 
 
 def _extract(stream: _BoundedStream, root: Path, limits: ArchiveLimits) -> None:

@@ -43,9 +43,6 @@ class HardwareSampler:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hardware", daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
-
     def stop(self) -> None:
         """Take a last sample and stop."""
         self._stopped.set()
@@ -53,7 +50,7 @@ class HardwareSampler:
         self._gpus.close()
 
     def __enter__(self) -> HardwareSampler:
-        self.start()
+        self._thread.start()
         return self
 
     def __exit__(

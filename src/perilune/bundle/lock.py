@@ -28,7 +28,9 @@ def requirements_lock(task: str) -> str:
     Raises:
         WorkFailedError: when a declared dependency is not installed.
     """
-    waiting = [(NAME, frozenset[str]()), *((owner, frozenset[str]()) for owner in _plugin_owners(task))]
+    plugins = entry_points(group=PLUGIN_GROUP, name=task)
+    owners = [plugin.dist.name for plugin in plugins if plugin.dist is not None]
+    waiting = [(name, frozenset[str]()) for name in (NAME, *owners)]
     visited: set[tuple[str, frozenset[str]]] = set()
     locked: dict[str, str] = {}
     while waiting:
@@ -100,12 +102,6 @@ def _version_and_digest(name: str) -> str:
     installed = _find_distribution(name)
     digest = record_digest(installed)
     return read_metadata(installed)[1] + (f"  # record sha256:{digest}" if digest else "")
-
-
-def _plugin_owners(task: str) -> list[str]:
-    """Return the distributions that register the task plugin called `task`."""
-    points = entry_points(group=PLUGIN_GROUP, name=task)
-    return [point.dist.name for point in points if point.dist is not None]
 
 
 @cache

@@ -134,7 +134,7 @@ def _ownership(name: str, file: Path) -> dict[str, Any]:
     for installed in _owners().get(name, []):
         editable = editable_root(installed)
         home = editable or Path(str(installed.locate_file("")))
-        if _is_inside(file, home):
+        if file.is_relative_to(home) or file.resolve().is_relative_to(home.resolve()):
             distribution, version, _ = read_metadata(installed)
             return {
                 "distribution": distribution,
@@ -143,10 +143,6 @@ def _ownership(name: str, file: Path) -> dict[str, Any]:
                 "record": record_digest(installed),
             }
     return {"distribution": None, "version": None, "editable": False, "record": None}
-
-
-def _is_inside(file: Path, home: Path) -> bool:
-    return file.is_relative_to(home) or file.resolve().is_relative_to(home.resolve())
 
 
 def _describe_torch(torch: Any) -> dict[str, Any] | None:

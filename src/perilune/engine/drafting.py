@@ -6,7 +6,6 @@ sampler draws, at any temperature.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,38 +148,29 @@ def _make_batch(inputs: Sequence[NDArray[np.integer]], starts: Tokens, tables: B
     )
 
 
-@dataclass(frozen=True, slots=True)
-class DraftTarget:
-    """The engine that a draft proposes tokens for.
-
-    Attributes:
-        runner, decoder: the runner and decoder of the target model.
-        num_blocks: blocks of the largest pool.
-        positions: most tokens of a sample with its prompt.
-    """
-
-    runner: Runner
-    decoder: Decoder
-    num_blocks: int
-    positions: int
-
-
-def make_draft_runner(draft: Decoder | None, target: DraftTarget) -> Runner:
+def make_draft_runner(
+    draft: Decoder | None, runner: Runner, decoder: Decoder, num_blocks: int, positions: int
+) -> Runner:
     """Return a runner for `draft` with a cache of its own, or for the model in int8 on the model's cache.
+
+    Args:
+        runner, decoder: those of the model.
+        num_blocks: blocks of the engine's largest pool.
+        positions: the engine's most tokens of a sample with its prompt.
 
     Raises:
         RequestError: when the draft has another vocabulary, fewer positions or linear attention. Without a
             draft, when the C kernels do not compute the model.
     """
     if draft is None:
-        if not isinstance(target.runner, NativeRunner):
+        if not isinstance(runner, NativeRunner):
             raise RequestError(
-                f"{type(target.runner).__name__} cannot draft with int8 weights",
+                f"{type(runner).__name__} cannot draft with int8 weights",
                 where="speculation",
                 remedy="give a draft model, or set method to 'lookup'",
             )
-        return NativeRunner(target.decoder, target.runner.cache.num_blocks, "int8", target.runner.cache)
-    model_vocab, draft_vocab = target.decoder.config.vocab_size, draft.config.vocab_size
+        return NativeRunner(decoder, runner.cache.num_blocks, "int8", runner.cache)
+    model_vocab, draft_vocab = decoder.config.vocab_size, draft.config.vocab_size
     if model_vocab != draft_vocab:
         raise RequestError(
             f"the model has a vocabulary of {model_vocab:,} tokens, the draft one of {draft_vocab:,}",
@@ -194,13 +184,13 @@ def make_draft_runner(draft: Decoder | None, target: DraftTarget) -> Runner:
             remedy="use a draft that has attention in every layer",
         )
     draft_positions = draft.config.max_position_embeddings
-    if draft_positions < target.positions:
+    if draft_positions < positions:
         raise RequestError(
-            f"the draft has {draft_positions:,} positions, the engine {target.positions:,}",
+            f"the draft has {draft_positions:,} positions, the engine {positions:,}",
             where="speculation",
             remedy="use a draft with more positions, or give the engine fewer cache_tokens",
         )
-    return fastest_runner(draft, [target.num_blocks] * len(draft.config.distinct_windows))
+    return fastest_runner(draft, [num_blocks] * len(draft.config.distinct_windows))
 
 
 def make_draft(sequences: Sequences, runner: Runner, decoder: Decoder, draft: Decoder | None) -> Draft:

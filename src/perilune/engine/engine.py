@@ -18,7 +18,7 @@ from torch import Tensor
 from perilune.engine.adapters import NamedAdapters
 from perilune.engine.blocks import BLOCK, blocks_for
 from perilune.engine.constraints import Constraint
-from perilune.engine.drafting import DraftTarget, make_draft, make_draft_runner
+from perilune.engine.drafting import make_draft, make_draft_runner
 from perilune.engine.embedding import Pooling, compute_embeddings
 from perilune.engine.limits import EngineLimits, check_state_dict, default_cache_tokens
 from perilune.engine.offload import OffloadCounters, OffloadSettings, OffloadStore
@@ -211,8 +211,8 @@ class Engine:
         settings = self._speculation
         if settings is None or settings.method != "draft":
             return None
-        target = DraftTarget(self._runner, self._source, max(self._num_blocks), self.positions)
-        return make_draft_runner(settings.draft, target)
+        num_blocks = max(self._num_blocks)
+        return make_draft_runner(settings.draft, self._runner, self._source, num_blocks, self.positions)
 
     def _make_speculation(self) -> Speculation | None:
         settings = self._speculation

@@ -7,6 +7,7 @@ import platform
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from perilune.sandbox.baits import Baits
@@ -182,9 +183,8 @@ def audit_sandbox(
             if on_finding:
                 on_finding(findings[-1])
         for probe in [] if without else [probe for probe in probes if probe.function in SCORER_PROBES]:
-            finding = run_probe(
-                probe, _run_in_scorer, baits, sandbox.process_id, _without_namespaces(capabilities)
-            )
+            run = partial(confined_run, limits=AUDIT_LIMITS)
+            finding = run_probe(probe, run, baits, sandbox.process_id, _without_namespaces(capabilities))
             findings.append(replace(finding, probe=f"scorer: {finding.probe}"))
             if on_finding:
                 on_finding(findings[-1])
@@ -198,10 +198,6 @@ def _without_namespaces(capabilities: Capabilities) -> Capabilities:
         for wall, made_of in capabilities.walls.items()
     }
     return replace(capabilities, walls=walls)
-
-
-def _run_in_scorer(code: str) -> Execution:
-    return confined_run(code, AUDIT_LIMITS)
 
 
 def run_probe(

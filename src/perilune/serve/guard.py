@@ -63,18 +63,15 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        refusal = self._check(scope, headers)
+        refusal = self._check_access(scope, headers)
+        if refusal is None and scope["method"] == "POST":
+            refusal = self._check_post(headers)
         if refusal is None:
             await self._app(scope, self._limit_body(receive), send)
             return
         if scope["method"] == "POST":
             await self._discard(receive)
         await refusal(scope, receive, send)
-
-    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> JSONResponse | None:
-        return self._check_access(scope, headers) or (
-            self._check_post(headers) if scope["method"] == "POST" else None
-        )
 
     def _check_access(self, scope: Scope, headers: dict[bytes, bytes]) -> JSONResponse | None:
         if self._token is None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from perilune.engine.engine import Engine
-from perilune.engine.request import Delta, Request
+from perilune.engine.request import Request
 from perilune.errors import RequestError
 from perilune.speech.folder import SpeechModel
 from perilune.speech.pipeline import Pipeline
@@ -93,7 +93,8 @@ class Speaker:
             for delta in self.pipeline.step():
                 if delta.failure is not None:
                     raise delta.failure
-                parts[delta.request_id] += _join_audio(delta)
+                assert isinstance(delta, SpeechDelta)
+                parts[delta.request_id] += delta.audio
         return [np.concatenate([np.zeros(0, np.float32), *parts[request_id]]) for request_id in ids]
 
     def warm_up(self) -> None:
@@ -102,8 +103,3 @@ class Speaker:
             with suppress(RequestError):  # the vocabulary may lack these characters
                 self.say([Utterance(word)])
                 return
-
-
-def _join_audio(delta: Delta) -> Sequence[Samples]:
-    assert isinstance(delta, SpeechDelta)
-    return delta.audio

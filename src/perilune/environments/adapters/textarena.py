@@ -96,7 +96,10 @@ class TextArenaEnvironment(MultiTurn):
             with random_state.install():
                 done, _ = game.step(move)
                 player, observation = (player, ()) if done else game.get_observation()
-        yield self._make_final_observation(*game.close())
+        rewards, info = game.close()
+        illegal = any(info[player].get("invalid_move") for player in range(self.players))
+        by_player = tuple(float((rewards or {}).get(player, 0.0)) for player in range(self.players))
+        yield Observation(rewards=by_player, metrics={"illegal": float(illegal)}, done=True)
 
     def _messages(self, observation: Any, player: int) -> tuple[Message, ...]:
         """Return one message with the texts of the game and the other players, without own moves."""
@@ -107,11 +110,6 @@ class TextArenaEnvironment(MultiTurn):
             if not is_own:
                 lines.append(f"[Player {speaker}] {text}" if speaker >= 0 else str(text))
         return ({"role": "user", "content": "\n".join(lines) + "\n"},) if lines else ()
-
-    def _make_final_observation(self, rewards: Any, info: Any) -> Observation:
-        illegal = any(info[player].get("invalid_move") for player in range(self.players))
-        by_player = tuple(float((rewards or {}).get(player, 0.0)) for player in range(self.players))
-        return Observation(rewards=by_player, metrics={"illegal": float(illegal)}, done=True)
 
     def _find_min_players(self) -> int:
         last_error: Exception | None = None

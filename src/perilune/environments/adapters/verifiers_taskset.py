@@ -70,10 +70,8 @@ class TasksetPackage:
 
     def rows(self) -> Iterator[tuple[Sequence[Message], Mapping[str, Any]]]:
         """Return the prompt and the JSON-serializable row of each task."""
-        return (
-            (_opening_messages(task.data), {"row": task.data.model_dump(mode="json")})
-            for task in self._tasks()
-        )
+        tasks = islice(self._env.taskset, MAX_TASKS if self._is_infinite else None)
+        return ((_opening_messages(task.data), {"row": task.data.model_dump(mode="json")}) for task in tasks)
 
     async def run_episode(self, row: Mapping[str, Any], ask: Ask) -> Score:
         """Run one episode with `ask` as the agent, and return the task's score of its trace."""
@@ -112,10 +110,6 @@ class TasksetPackage:
             loop.run_until_complete(self._run(task, agent))
         if agent.conversations > 1:
             raise _refusal(f"'{name}' holds several conversations in an episode")
-
-    def _tasks(self) -> Iterator[Any]:
-        tasks = iter(self._env.taskset)
-        return islice(tasks, MAX_TASKS) if self._is_infinite else tasks
 
 
 class PolicyAgent:

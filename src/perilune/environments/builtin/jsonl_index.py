@@ -110,7 +110,7 @@ class RowIndex:
             with open_regular(file) as lines:
                 lines.seek(self._offset[number])
                 row = parse_row(lines.readline(MAX_LINE_BYTES + 1), self.location(number), self.match)
-            unchanged = bytes.fromhex(row.task_id) == self._digest(number)
+            unchanged = bytes.fromhex(row.task_id) == self._digests[16 * number : 16 * number + 16]
         except (OSError, InvalidRowError, RequestError):
             unchanged = False
         if not unchanged:
@@ -153,9 +153,6 @@ class RowIndex:
             "train": np.flatnonzero(included & ~held_out).astype(np.uint32),
             "heldout": np.flatnonzero(included & held_out).astype(np.uint32),
         }
-
-    def _digest(self, number: int) -> bytes:
-        return bytes(self._digests[16 * number : 16 * number + 16])
 
 
 def load_index(path: str, match: Match | None, broken_rows: BrokenRowPolicy, held_out: HeldOut) -> RowIndex:

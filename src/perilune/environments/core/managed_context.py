@@ -113,7 +113,8 @@ class _Context:
 
     def act(self, messages: tuple[Message, ...]) -> Generator[Observation, str, str]:
         """Return the policy's action on the environment's messages."""
-        old, recent = self._split_turns()
+        start = max(len(self._turns) - self._settings.last, 0)
+        old, recent = self._turns[:start], self._turns[start:]
         if self._settings.rule != "policy" and old and self._count_chars(messages) > self._settings.above:
             yield from self._shorten(old, recent, messages)
         action: str = yield self._observation(messages)
@@ -127,11 +128,6 @@ class _Context:
             action = yield self._observation(messages)
         self._turns.append((*messages, {"role": "assistant", "content": action}))
         return action
-
-    def _split_turns(self) -> tuple[list[Turn], list[Turn]]:
-        """Return the turns that a rule may change, and the latest ones."""
-        start = max(len(self._turns) - self._settings.last, 0)
-        return self._turns[:start], self._turns[start:]
 
     def _count_chars(self, messages: Sequence[Message]) -> int:
         history = [*chain.from_iterable(self._turns), *messages]

@@ -122,9 +122,10 @@ class WeightedRewards(EnvironmentWrapper, SingleTurn):
         answer: Message = {"role": "assistant", "content": transcript.text}
         is_text = section["format"] == "text"
         columns: dict[str, list[Any]] = {key: [value] for key, value in task.data.items()}
+        joined = "\n\n".join(message["content"] for message in task.prompt)
         columns |= {
             "task_id": [task.task_id],
-            "prompts": [_join_contents(task.prompt) if is_text else list(task.prompt)],
+            "prompts": [joined if is_text else list(task.prompt)],
             "completions": [transcript.text if is_text else [answer]],
         }
         try:
@@ -200,10 +201,6 @@ def _select_columns(function: RewardFunction, columns: Mapping[str, Any]) -> dic
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(columns)
     return {name: value for name, value in columns.items() if name in parameters}
-
-
-def _join_contents(prompt: Sequence[Message]) -> str:
-    return "\n\n".join(message["content"] for message in prompt)
 
 
 def _parse_reward(name: str, returned: Any) -> float | Failure | None:

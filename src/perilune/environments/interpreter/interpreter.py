@@ -51,10 +51,6 @@ class Result:
     value: Any = None
     error: str = ""
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the form that the sandbox reads."""
-        return {"error": self.error} if self.error else {"value": self.value}
-
 
 @dataclass(frozen=True, slots=True)
 class BlockResult:
@@ -156,7 +152,8 @@ class Interpreter:
             if len(self._results) - result_count == self.max_calls:
                 return self._discard_block(result_count, "", "calls")
             result = yield call
-            self._results.append(([call.function, call.arguments, call.named], result.as_json()))
+            returned = {"error": result.error} if result.error else {"value": result.value}
+            self._results.append(([call.function, call.arguments, call.named], returned))
 
     def _discard_block(self, result_count: int, output: str, cause: str) -> BlockResult:
         """Forget the last block, so that later ones can run."""

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +30,9 @@ class Index:
         self._documents = documents
         words = [_tokenize(f"{document['title']} {document['text']}") for document in documents]
         self._known = frozenset(word for line in words for word in line)
-        self._bm25 = _new_bm25(where)
+        with requires_extra("retrieval", "search needs bm25s", where=where):
+            import bm25s
+        self._bm25 = bm25s.BM25(method="lucene", k1=1.5, b=0.75)
         if self._known:
             self._bm25.index(words, show_progress=False)
 
@@ -63,9 +64,3 @@ def _tokenize(text: str) -> list[str]:
 def rank_scores(scores: Sequence[float] | NDArray[np.float32]) -> NDArray[np.int64]:
     """Return the numbers of documents, the best first; equal scores in their order."""
     return np.argsort(-np.asarray(scores), kind="stable")
-
-
-def _new_bm25(where: str) -> Any:
-    with requires_extra("retrieval", "search needs bm25s", where=where):
-        import bm25s
-    return bm25s.BM25(method="lucene", k1=1.5, b=0.75)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from perilune.errors import RequestError
-from perilune.models.config.families import DECODER_FAMILIES, Architecture
+from perilune.models.config.families import DECODER_FAMILIES
 from perilune.models.config.family import Family
 from perilune.models.config.layer_kinds import (
     MAX_LAYERS,
@@ -60,7 +60,7 @@ class DecoderConfig:
         RequestError: when the values do not describe a possible model.
     """
 
-    architecture: Architecture
+    architecture: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int

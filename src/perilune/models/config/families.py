@@ -9,36 +9,8 @@ builds.
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Literal, get_args
 
 from perilune.models.config.family import Family
-
-Architecture = Literal[
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "llama",
-    "mistral",
-    "mixtral",
-    "phi3",
-    "smollm3",
-    "granite",
-    "olmo2",
-    "olmo3",
-    "olmoe",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "glm4_moe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "gpt_oss",
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-]
-"""The `model_type` of a family that the decoder computes."""
 
 _WINDOW_OFF = {"use_sliding_window": False, "sliding_window": 4096}
 _TIED = {"tie_word_embeddings": True}
@@ -391,10 +363,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 """By `model_type`."""
 
-SAME_FAMILY: Mapping[str, Architecture] = MappingProxyType({"kimi_k2": "deepseek_v3"})
+SAME_FAMILY: Mapping[str, str] = MappingProxyType({"kimi_k2": "deepseek_v3"})
 """Other names of families that the decoder computes; transformers does not know them."""
 
-DECODER_FAMILIES: Mapping[Architecture, Family] = MappingProxyType(
-    {name: FAMILIES[name] for name in get_args(Architecture)}
+DECODER_FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {name: family for name, family in FAMILIES.items() if family.hf_class and name not in SAME_FAMILY}
 )
-"""The families that the decoder computes."""
+"""The families that the decoder computes, by `model_type`."""

@@ -13,7 +13,7 @@ class Family:
     """Properties that all models of a family share. The defaults are Llama's.
 
     Attributes:
-        hf_class: the class in transformers, for config.json.
+        hf_class: the class in transformers, for config.json; empty if the decoder does not compute it.
         own_options: see `options`; those that do not follow from other attributes.
         activation: the activation of the feed-forward gate; "clamped" is that of gpt-oss, which bounds both
             inputs and adds one to the second.

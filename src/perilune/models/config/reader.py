@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from perilune.errors import RequestError
-from perilune.models.config.families import DECODER_FAMILIES, SAME_FAMILY, Architecture
+from perilune.models.config.families import DECODER_FAMILIES, SAME_FAMILY
 
 _LARGEST = 2**31
 
@@ -35,14 +35,14 @@ class Reader:
         message = f"{key} is {self.raw.get(key)!r}, which Perilune's decoder does not compute"
         return UnsupportedModelError(message, where=f"{self.where}:{key}", remedy=remedy)
 
-    def architecture(self) -> Architecture:
+    def architecture(self) -> str:
         """Return the family that `model_type` names."""
         kind = self.raw.get("model_type")
-        for architecture in DECODER_FAMILIES:
-            if kind == architecture or SAME_FAMILY.get(str(kind)) == architecture:
-                return architecture
         if not isinstance(kind, str):
             raise self.wrong("model_type", "give the name of an architecture")
+        architecture = SAME_FAMILY.get(kind, kind)
+        if architecture in DECODER_FAMILIES:
+            return architecture
         text = self.raw.get("text_config")
         inner = text.get("model_type") if isinstance(text, Mapping) else None
         remedy = f"train a checkpoint of one of: {', '.join(DECODER_FAMILIES)}; others only sample"

@@ -216,15 +216,12 @@ class _Cursor:
             return [self.string() for _ in range(number)]
         if item not in _SCALARS:
             raise self.malformed(f"an array has items of type {item}")
-        return list(self.scalars(_SCALARS[item], number))
+        layout = f"<{number}{_SCALARS[item]}"
+        return list(struct.unpack(layout, self.take(struct.calcsize(layout))))
 
     def scalar(self, form: str) -> Any:
         layout = _LAYOUTS[form]
         return layout.unpack(self.take(layout.size))[0]
-
-    def scalars(self, form: str, number: int) -> tuple[Any, ...]:
-        layout = f"<{number}{form}"
-        return struct.unpack(layout, self.take(struct.calcsize(layout)))
 
     def count(self, most: int, what: str) -> int:
         """Read the number of items that follow, each of which takes at least one byte."""

@@ -37,7 +37,8 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     opening = json.loads(sys.stdin.buffer.readline())
     environment = _environment()
-    _confine()
+    confine(memory_bytes=MEMORY_BYTES, open_files=8, readable=library_folders())
+    forbid_processes()
     allow_cpu(opening["seconds"])
     try:
         template = environment.from_string(opening["source"])
@@ -67,12 +68,6 @@ def _error_text(error: Exception) -> str:
 def _send_answer(answers: BinaryIO, document: Mapping[str, Any]) -> None:
     answers.write(json.dumps(document).encode() + b"\n")
     answers.flush()
-
-
-def _confine() -> None:
-    """Irreversibly give up files, processes, sockets, privileges and most memory."""
-    confine(memory_bytes=MEMORY_BYTES, open_files=8, readable=library_folders())
-    forbid_processes()
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -17,13 +17,14 @@ _VISIT = re.compile(r"(\d) (\d\d):(\d\d) ([a-z]+)", re.ASCII)
 
 def render_prompt(trip: Trip) -> str:
     days = "one day" if trip.days == 1 else f"{trip.days} days"
+    places = "one place" if trip.visits == 1 else f"{trip.visits} places"
     return "\n".join(
         [
             f"Plan a trip of {days}. A day begins at home at {_format_time(0)} and ends at home, by"
             f" {_format_time(trip.length)} at the latest. Home is at (0, 0). From (a, b) to (c, d) it takes"
             " |a - c| + |b - d| times half an hour. You may wait. The places:",
             *(_render_place(place) for place in trip.places),
-            f"Visit at least {_pluralize(trip.visits, 'place')}, none of them twice, and everything that must"
+            f"Visit at least {places}, none of them twice, and everything that must"
             " be seen. A visit begins and ends within the opening hours. Spend at most"
             f" {trip.budget} in all. Among such plans, the more interest in total the better.",
             f"You may think first. Then write a line that says {ANSWER_MARK}, and after it one line for each"
@@ -104,7 +105,3 @@ def _place_name(letter: str) -> str:
 
 def _place_letter(name: str) -> str:
     return chr(ord("A") + _NAMES.index(name)) if name in _NAMES else name
-
-
-def _pluralize(number: int, noun: str) -> str:
-    return f"one {noun}" if number == 1 else f"{number} {noun}s"

@@ -95,11 +95,6 @@ class SubAgentResult(NamedTuple):
     notes: dict[str, str]
     finished: bool
 
-    @property
-    def lines(self) -> list[str]:
-        """The lines that enter the context of the orchestrator."""
-        return [f"{key}{value}" for key, value in self.notes.items()] or [BAD]
-
 
 def _orchestrate(shards: Mapping[str, str], spec: WideLookupSpec) -> AgentProgram[OrchestratorResult]:
     """Return the turns of the orchestrator and of its sub-agents, which run beside it until it joins them."""
@@ -128,8 +123,9 @@ def _orchestrate(shards: Mapping[str, str], spec: WideLookupSpec) -> AgentProgra
                 result.critical_steps += 1
             if reader.joins:
                 for number in range(joined, started):
-                    lines += agents.results[number].lines
-                    reader.notes |= agents.results[number].notes
+                    notes = agents.results[number].notes
+                    lines += [f"{key}{value}" for key, value in notes.items()] or [BAD]
+                    reader.notes |= notes
                 joined = started
             if reader.has_ended:
                 break

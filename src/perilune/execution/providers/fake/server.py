@@ -34,7 +34,7 @@ from perilune.errors import RequestError
 from perilune.execution.processes import die_with_parent
 from perilune.execution.providers.fake.execute import execute
 from perilune.execution.providers.fake.inventory import PREEMPTIBLE, PRICES, TICK, FullError, Inventory
-from perilune.execution.providers.fake.machines import Machine, now
+from perilune.execution.providers.fake.machines import now
 from perilune.execution.providers.fake.weather import Fault, FaultInjector, Weather
 from perilune.files import write_json
 
@@ -52,19 +52,16 @@ class Cloud:
         self.faults = FaultInjector(weather, folder / "faults.jsonl")
         limits = dict.fromkeys(PRICES, capacity)
         self.inventory = Inventory(folder / "machines", self.faults, limits, self.cut)
-        self._streams: dict[str, set[socket.socket]] = defaultdict(set)
+        self.streams: dict[str, set[socket.socket]] = defaultdict(set)
 
     def cut(self, machine_id: str) -> None:
         """Break every connection to a machine."""
-        for stream in list(self._streams[machine_id]):
+        for stream in list(self.streams[machine_id]):
             with contextlib.suppress(OSError):
                 stream.shutdown(socket.SHUT_RDWR)
 
-    def streams(self, machine_id: str) -> set[socket.socket]:
-        return self._streams[machine_id]
-
-    def find(self, key: str) -> list[Machine]:
-        return [machine for machine in self.inventory.shown(key) if machine.record.key == key]
+    def listing(self, prefix: str) -> dict[str, Any]:
+        return {"machines": [self.inventory.document(machine) for machine in self.inventory.shown(prefix)]}
 
     def create(self, key: str, body: dict[str, Any], late: float) -> dict[str, Any]:
         machine = self.inventory.create(key, str(body["kind"]), body.get("lifetime_seconds"), late=late)
@@ -154,7 +151,7 @@ class Handler(BaseHTTPRequestHandler):
                     self._in_weather("offers", "", lambda late: {"offers": self.cloud.offers()})
                 case ("GET", "machines"):
                     prefix = parse_qs(parts.query).get("prefix", [""])[0]
-                    self._in_weather("list", prefix, lambda late: self._listed(prefix))
+                    self._in_weather("list", prefix, lambda late: self.cloud.listing(prefix))
                 case ("PUT", "machines", key):
                     body = self._body()
                     self._in_weather("create", key, lambda late: self.cloud.create(key, body, late))
@@ -168,10 +165,6 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(400, {"error": str(error)})
 
     do_PUT = do_DELETE = do_POST = do_GET  # noqa: N815 - the base class gives the names
-
-    def _listed(self, prefix: str) -> dict[str, Any]:
-        inventory = self.cloud.inventory
-        return {"machines": [inventory.document(machine) for machine in inventory.shown(prefix)]}
 
     def _in_weather(self, call: str, key: str, do: Callable[[float], dict[str, Any]]) -> None:
         """Perform a call and answer, unless a fault is injected."""
@@ -194,7 +187,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def _execute(self, key: str) -> None:
         command = json.loads(self.headers.get("X-Command", "[]"))
-        machines = [machine for machine in self.cloud.find(key) if machine.record.alive(now())]
+        same_key = (item for item in self.cloud.inventory.shown(key) if item.record.key == key)
+        machines = [machine for machine in same_key if machine.record.alive(now())]
         if not machines or machines[0].record.box is None or now() < machines[0].record.ready:
             self._answer(404, {"error": f"no machine {key} answers"})
             return
@@ -202,7 +196,7 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         if now() < machine.record.cut_until:
             return
-        streams = self.cloud.streams(machine.record.id)
+        streams = self.cloud.streams[machine.record.id]
         streams.add(self.connection)
         try:
             execute(self.connection, self.rfile, machine, command)
