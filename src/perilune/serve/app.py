@@ -1,21 +1,21 @@
 """The ASGI application: routes, error handlers and middleware."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from time import time, time_ns
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as AnyHTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from perilune.errors import PeriluneError
-from perilune.serve.engine_thread import EngineThread
 from perilune.serve.errors import (
+    CLIENT_CLOSED_REQUEST,
     handle_defect,
     handle_disconnect,
     handle_http_error,
@@ -23,37 +23,10 @@ from perilune.serve.errors import (
     handle_library_error,
 )
 from perilune.serve.guard import BodyLimits, Guard
-from perilune.serve.metrics import Metrics
+from perilune.serve.model_service import ModelService
+from perilune.serve.responses import DisconnectedError
 from perilune.serve.service import Service
 from perilune.serve.tracing import SpanWriter, request_id
-
-
-class ModelService(Protocol):
-    """The interface of a service that answers requests, for all kinds of models.
-
-    Attributes:
-        answering: number of requests whose responses are not sent completely.
-        draining: whether the server is shutting down.
-        open_paths: paths that need no token.
-    """
-
-    thread: EngineThread
-    answering: int
-    draining: bool
-    open_paths: frozenset[str]
-
-    @property
-    def metrics(self) -> Metrics:
-        """The metrics of this service."""
-
-    def gauges(self) -> Mapping[str, float]:
-        """Return the current values for /metrics."""
-
-    def abort_all(self, reason: str) -> None:
-        """Stop all requests; their clients get `reason` as the error."""
-
-    def close(self) -> None:
-        """Stop the threads of the service."""
 
 
 def make_app(
@@ -81,6 +54,10 @@ def make_app(
         if spans is not None:
             spans.close()
 
+    async def handle_departure(request: Request, error: Exception) -> Response:
+        service.metrics.disconnects.inc()
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
     # No documentation page, because it would load scripts from other hosts.
     app = FastAPI(title="perilune serve", docs_url=None, redoc_url=None, lifespan=lifespan)
     for kind, answer in (
@@ -88,6 +65,7 @@ def make_app(
         (PeriluneError, handle_library_error),
         (RequestValidationError, handle_invalid_query),
         (ClientDisconnect, handle_disconnect),
+        (DisconnectedError, handle_departure),
         (Exception, handle_defect),
     ):
         app.add_exception_handler(kind, answer)

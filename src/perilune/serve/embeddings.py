@@ -18,8 +18,8 @@ from perilune.engine.engine import Engine
 from perilune.errors import RequestError, WorkFailedError
 from perilune.serve.answers import Usage
 from perilune.serve.bodies import RequestBody, read_request
-from perilune.serve.errors import CLIENT_CLOSED_REQUEST, ApiError
-from perilune.serve.responses import DisconnectedError, run_while_connected
+from perilune.serve.errors import ApiError
+from perilune.serve.responses import run_while_connected
 from perilune.serve.schema import Tokens
 from perilune.serve.service import Service
 
@@ -76,11 +76,7 @@ class Embeddings:
             tokens = sum(map(len, texts))
             if tokens > _MAX_TOKENS:
                 raise ApiError(400, f"a request may have at most {_MAX_TOKENS:,} tokens", param="input")
-            try:
-                vectors = await run_while_connected(self._compute(texts, adapter), request.receive)
-            except DisconnectedError:
-                service.metrics.count_disconnect()
-                return Response(status_code=CLIENT_CLOSED_REQUEST)
+            vectors = await run_while_connected(self._compute(texts, adapter), request.receive)
         request.state.model, request.state.usage = body.model, Usage(tokens)
         service.metrics.record_finished(began, prompt=tokens, completion=0, cached=0)
         return await asyncio.to_thread(lambda: JSONResponse(_document(body, vectors, tokens)))

@@ -52,6 +52,9 @@ class Stream:
 
     Args:
         per_token: one delta for each token; otherwise one delta for each finished choice.
+
+    Attributes:
+        accepted: done when the engine has accepted the requests; holds its error if it refuses them.
     """
 
     def __init__(self, requests: Sequence[Request], thread: EngineThread, *, per_token: bool) -> None:
@@ -59,18 +62,10 @@ class Stream:
         self.remaining = sum(request.n for request in requests)  # choices that have not finished
         self._thread = thread
         self.ids: tuple[int, ...] = ()
-        self._accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._changed, self._ended = asyncio.Event(), asyncio.Event()
         self._pending: dict[int, Delta] = {}
         self._failure: BaseException | None = None
-
-    async def wait_until_accepted(self) -> None:
-        """Wait until the engine has accepted the requests.
-
-        Raises:
-            RequestError: when the engine refuses them.
-        """
-        await self._accepted
 
     async def next_deltas(self) -> list[tuple[int, Delta]]:
         """Wait for new deltas, and return at most one for each choice; empty at the end.
@@ -105,15 +100,15 @@ class Stream:
         self.ids = ids
         if not self.remaining:  # aborted meanwhile
             self._thread.abort(ids)
-        if not self._accepted.done():
-            self._accepted.set_result(None)
+        if not self.accepted.done():
+            self.accepted.set_result(None)
 
     def fail(self, error: BaseException) -> None:
         self._failure, self.remaining = error, 0
         self._thread.forget(self)
-        if not self._accepted.done():
-            self._accepted.set_exception(error)
-            self._accepted.exception()  # marks it as retrieved, because the waiter may be gone
+        if not self.accepted.done():
+            self.accepted.set_exception(error)
+            self.accepted.exception()  # marks it as retrieved, because the waiter may be gone
         self._changed.set()
         self._ended.set()
 
@@ -184,7 +179,7 @@ class EngineThread:
         self._unfinished.add(stream)
         self._commands.put(lambda: self._add(stream))
         try:
-            await stream.wait_until_accepted()
+            await stream.accepted
         except asyncio.CancelledError:
             stream.abort()
             raise

@@ -15,6 +15,7 @@ class Metrics:
     """Counts and times of one server.
 
     Attributes:
+        disconnects, stalls, restarts: counters of these events.
         answer_seconds: running mean of the time of an answer.
     """
 
@@ -23,13 +24,13 @@ class Metrics:
         self._requests = Counter(
             "perilune_requests", "Requests answered", ["path", "status"], registry=self.registry
         )
-        self._disconnects = Counter(
+        self.disconnects = Counter(
             "perilune_disconnects", "Answers whose client disconnected", registry=self.registry
         )
-        self._stalls = Counter(
+        self.stalls = Counter(
             "perilune_stalls", "Connections closed because the client read nothing", registry=self.registry
         )
-        self._restarts = Counter(
+        self.restarts = Counter(
             "perilune_engine_restarts",
             "Times the engine failed and was restarted",
             registry=self.registry,
@@ -52,16 +53,6 @@ class Metrics:
 
     def count_request(self, path: str, status: int) -> None:
         self._requests.labels(path, str(status)).inc()
-
-    def count_disconnect(self) -> None:
-        self._disconnects.inc()
-
-    def count_stall(self) -> None:
-        """Count a client that read nothing for too long."""
-        self._stalls.inc()
-
-    def count_restart(self) -> None:
-        self._restarts.inc()
 
     def record_first_token(self, since: float) -> None:
         """Record the first token of a stream, requested at `since` on the performance counter."""

@@ -24,13 +24,14 @@ from perilune.models.decoder import Decoder
 from perilune.models.transformers_model import TransformersModel, load_for_inference
 from perilune.serve.adapters import AdapterLoader, adapter_routes
 from perilune.serve.address import bind_socket, load_token, server_url
-from perilune.serve.app import ModelService, make_app, text_routes
+from perilune.serve.app import make_app, text_routes
 from perilune.serve.connection import ConnectionLimits, make_protocol
 from perilune.serve.control import Control, control_routes
 from perilune.serve.embeddings import Embeddings, embedding_routes
 from perilune.serve.engine_thread import EngineThread
 from perilune.serve.guard import BodyLimits
 from perilune.serve.model import ServedModel
+from perilune.serve.model_service import ModelService
 from perilune.serve.response_routes import Conversations, response_routes
 from perilune.serve.service import Service
 from perilune.serve.settings import Settings
@@ -274,7 +275,7 @@ class _Server(uvicorn.Server):
                 server_header=False,
                 backlog=backlog,
                 timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
-                http=make_protocol(limits, service.metrics.count_stall),
+                http=make_protocol(limits, service.metrics.stalls.inc),
             )
         )
         self._make_service, self._drain, self._announce = service, settings.drain, announce

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,16 +23,16 @@ from perilune.serve.answers import CompletionAnswer, TokenFormatter, Usage
 from perilune.serve.bodies import read_request
 from perilune.serve.channels import ChannelsReader
 from perilune.serve.engine_thread import EngineThread, Stream
-from perilune.serve.errors import CLIENT_CLOSED_REQUEST, ApiError, unknown_model_error
+from perilune.serve.errors import ApiError, unknown_model_error
 from perilune.serve.exchange import AnswerBuilder, Exchange
 from perilune.serve.gate import Gate
 from perilune.serve.grammars import AnswerConstraints
-from perilune.serve.lanes import Lanes
 from perilune.serve.metrics import Metrics
 from perilune.serve.model import ServedModel
+from perilune.serve.model_service import ModelService
 from perilune.serve.parts import THINK_END, THINK_START, Beginning, PartsReader, Reader
 from perilune.serve.prompts import Conversation, Prompts
-from perilune.serve.responses import DisconnectedError, StreamedResponse, run_while_connected
+from perilune.serve.responses import run_while_connected
 from perilune.serve.schema import (
     MAX_CHOICES,
     ChatBody,
@@ -48,18 +47,12 @@ if TYPE_CHECKING:
     from perilune.engine.constraints import Constraint
 
 
-def queue_full_error(answer_seconds: float) -> ApiError:
-    """Return error 429, which asks the client to retry after about the time of one answer."""
-    wait = {"Retry-After": str(min(max(math.ceil(answer_seconds), 1), 30))}
-    return ApiError(429, "the queue is full", code="queue_full", headers=wait)
-
-
-class Service:
+class Service(ModelService):
     """Answers requests with one engine.
 
     Args:
+        thread, max_samples: as for `ModelService`.
         prompt_logprobs: the engine's method; only the engine's thread calls it.
-        max_samples: samples in progress or waiting; further requests are refused with 429.
         gauges: returns the engine's values for /metrics; called from the event loop.
     """
 
@@ -71,35 +64,20 @@ class Service:
         max_samples: int,
         gauges: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        self.model, self.thread, self._prompt_logprobs = model, thread, prompt_logprobs
-        self._max_samples, self._gauges = max_samples, gauges
-        self.metrics, self.gate = Metrics(), Gate()
-        thread.on_restart = self.metrics.count_restart
-        self.draining = False
-        self.open_paths: frozenset[str] = frozenset()
-        self.answering = 0  # requests whose responses are not sent completely
-        self._entering = 0  # samples that are not submitted to the engine yet
-        self.lanes = Lanes()
+        super().__init__(thread, Metrics(), max_samples)
+        self.model, self._prompt_logprobs, self._gauges = model, prompt_logprobs, gauges
+        self.gate = Gate()
         self.prompts = Prompts(model, self.lanes)
         self._constraints = AnswerConstraints(model)
         self.token_formatter = TokenFormatter(model.tokenizer.token_text, _token_bytes(model.tokenizer))
 
-    def close(self) -> None:
-        self.lanes.close()
-
     def abort_all(self, reason: str) -> None:
-        """Stop all requests; their clients get `reason` as the error."""
         self.gate.refuse_all(reason)
-        self.thread.abort_all(reason)
+        super().abort_all(reason)
         self.prompts.stop(reason)
 
-    def gauges(self) -> dict[str, float]:
-        """Current metrics of the engine and the server."""
-        return {
-            **self._gauges(),
-            "samples_open": self.thread.num_open_samples,
-            "requests_answering": self.answering,
-        }
+    def gauges(self) -> Mapping[str, float]:
+        return {**self._gauges(), **super().gauges()}
 
     async def chat(self, request: Request) -> Response:
         """Answer POST /v1/chat/completions."""
@@ -170,11 +148,7 @@ class Service:
         began = perf_counter()
         self.find_adapter(body.model)
         with self.admit():
-            try:
-                prompts = await run_while_connected(encode(), request.receive)
-            except DisconnectedError:
-                self.metrics.count_disconnect()
-                return Response(status_code=CLIENT_CLOSED_REQUEST)
+            prompts = await run_while_connected(encode(), request.receive)
         usage = Usage(sum(map(len, prompts)))
         request.state.model, request.state.usage = body.model, usage
         self.metrics.record_finished(began, prompt=usage.prompt, completion=0, cached=0)
@@ -245,25 +219,18 @@ class Service:
     ) -> Response:
         began = perf_counter()
         self.find_adapter(body.model)
-        self._check_capacity()
-        self.answering += 1
-        streaming = False
-        try:
+        self.check_capacity()
+
+        async def respond() -> Response:
             beginning = self._begin(body, answer, encode, max_tokens, top_logprobs)
             stream = await run_while_connected(beginning, request.receive)
             exchange = Exchange(stream, answer, self.metrics, began)
             request.state.model, request.state.usage = body.model, exchange.usage
             if not body.stream:
                 return await exchange.json_response(request)
-            streaming = True
-            finish = partial(self._finish, exchange)
-            return StreamedResponse(exchange.events(), finish, "text/event-stream")
-        except DisconnectedError:
-            self.metrics.count_disconnect()
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        finally:
-            if not streaming:
-                self.answering -= 1
+            return self.stream(exchange.events(), exchange.close, "text/event-stream")
+
+        return await self.count_answering(respond())
 
     async def _begin(
         self,
@@ -274,7 +241,7 @@ class Service:
         top_logprobs: int,
     ) -> Stream:
         """Encode the request and submit it to the engine."""
-        self._entering += body.n
+        self.entering += body.n
         try:
             prompts = await encode()
             if isinstance(body, ChatBody) and (self.model.reasoning or self.model.tool_format.channels):
@@ -287,13 +254,7 @@ class Service:
             requests = self._requests(body, prompts, max_tokens, top_logprobs, constraint)
             return await self.thread.submit(requests, per_token=body.stream)
         finally:
-            self._entering -= body.n
-
-    def _finish(self, exchange: Exchange, complete: bool) -> None:
-        self.answering -= 1
-        exchange.close()
-        if not complete:
-            self.metrics.count_disconnect()
+            self.entering -= body.n
 
     def find_adapter(self, model: str) -> str | None:
         """Return the name of the adapter; None for the model itself.
@@ -312,21 +273,18 @@ class Service:
         Raises:
             ApiError: 429, when the queue is full; 503, when the model sleeps.
         """
-        self._check_capacity()
-        self._entering += 1
+        self.check_capacity()
+        self.entering += 1
         self.answering += 1
         try:
             yield
         finally:
-            self._entering -= 1
+            self.entering -= 1
             self.answering -= 1
 
-    def _check_capacity(self) -> None:
+    def check_capacity(self) -> None:
         self.gate.check_awake()
-        busy = self.thread.num_open_samples + self._entering >= self._max_samples
-        # An answer that is sampled but not read yet costs memory only.
-        if busy or self.answering >= 2 * self._max_samples:
-            raise queue_full_error(self.metrics.answer_seconds)
+        super().check_capacity()
 
     def _requests(
         self,

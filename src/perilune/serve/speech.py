@@ -2,7 +2,7 @@
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from importlib.resources import files
 from time import perf_counter, time
@@ -16,12 +16,11 @@ from starlette.responses import Response
 from perilune.errors import PeriluneError
 from perilune.serve.bodies import read_request
 from perilune.serve.engine_thread import EngineThread, Stream
-from perilune.serve.errors import CLIENT_CLOSED_REQUEST, unknown_model_error
-from perilune.serve.lanes import Lanes
+from perilune.serve.errors import unknown_model_error
 from perilune.serve.metrics import BUCKETS_S, Metrics
-from perilune.serve.responses import DisconnectedError, StreamedResponse, run_while_connected
+from perilune.serve.model_service import ModelService
+from perilune.serve.responses import run_while_connected
 from perilune.serve.schema import DEFAULT_VOICE, SpeechBody
-from perilune.serve.service import queue_full_error
 from perilune.speech.prompt import AUTO_LANGUAGE, Utterance
 from perilune.speech.stream import Samples, SpeechDelta, SpeechTimes
 from perilune.speech.synthesis import Speaker
@@ -72,38 +71,27 @@ class SpeechMetrics(Metrics):
             self._audio.inc(times.audio)
 
 
-class SpeechService:
+class SpeechService(ModelService):
     """Answers requests with one speech model.
 
     Args:
         max_streams: maximum number of utterances in progress or waiting; further requests get 429.
     """
 
+    metrics: SpeechMetrics
+    open_paths = frozenset(_PLAYER)
+
     def __init__(self, name: str, speaker: Speaker, max_streams: int) -> None:
-        self.name, self.speaker, self._max_streams = name, speaker, max_streams
-        self.thread, self.metrics = EngineThread(speaker.pipeline), SpeechMetrics()
-        self.thread.on_restart = self.metrics.count_restart
-        self.draining, self.answering = False, 0
-        self.open_paths = frozenset(_PLAYER)
-        self._entering = 0
-        self._lanes = Lanes()
+        super().__init__(EngineThread(speaker.pipeline), SpeechMetrics(), max_streams)
+        self.name, self.speaker = name, speaker
 
-    def close(self) -> None:
-        self._lanes.close()
-
-    def abort_all(self, reason: str) -> None:
-        """Stop all requests; their clients get `reason` as the error."""
-        self.thread.abort_all(reason)
-
-    def gauges(self) -> dict[str, float]:
-        """Return the current values for /metrics."""
+    def gauges(self) -> Mapping[str, float]:
         engine = self.speaker.engine
         return {
+            **super().gauges(),
             "speech_streams": self.speaker.open(),
-            "samples_open": self.thread.num_open_samples,
             "samples_running": engine.running,
             "requests_waiting": engine.waiting,
-            "requests_answering": self.answering,
             "cache_use": engine.cache_use,
             "steps": engine.counters.steps,
             "preemptions": engine.counters.preemptions,
@@ -112,43 +100,31 @@ class SpeechService:
     async def speak(self, request: Request) -> Response:
         """Answer POST /v1/audio/speech."""
         began = perf_counter()
-        body, size = await read_request(request, SpeechBody, self._lanes)
-        self._admit(body)
-        self.answering += 1
-        streaming = False
-        try:
-            stream = await run_while_connected(self._begin(body, size), request.receive)
-            kind = "audio/wav" if body.response_format == "wav" else "audio/pcm"
-            if not body.stream:
-                return await self._respond(stream, body, request, began)
-            streaming = True
-            pieces = self._encode_stream(stream, wav=body.response_format == "wav")
-            return StreamedResponse(pieces, lambda complete: self._finish(stream, complete, began), kind)
-        except DisconnectedError:
-            self.metrics.count_disconnect()
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        finally:
-            if not streaming:
-                self.answering -= 1
-
-    def _admit(self, body: SpeechBody) -> None:
+        body, size = await read_request(request, SpeechBody, self.lanes)
         if body.model != self.name:
             raise unknown_model_error(body.model, self.name)
-        busy = self.thread.num_open_samples + self._entering >= self._max_streams
-        if busy or self.answering >= 2 * self._max_streams:
-            raise queue_full_error(self.metrics.answer_seconds)
+        self.check_capacity()
+
+        async def respond() -> Response:
+            stream = await run_while_connected(self._begin(body, size), request.receive)
+            if not body.stream:
+                return await self._respond(stream, body, request, began)
+            pieces = self._encode_stream(stream, wav=body.response_format == "wav")
+            return self.stream(pieces, partial(self._close, stream, began), f"audio/{body.response_format}")
+
+        return await self.count_answering(respond())
 
     async def _begin(self, body: SpeechBody, size: int) -> Stream:
         """Embed the text and submit it to the talker."""
-        self._entering += 1
+        self.entering += 1
         try:
             voice = None if body.voice == DEFAULT_VOICE else body.voice
             utterance = Utterance(body.input, voice, body.language, body.instructions)
             seed = body.seed if body.seed is not None else int(np.random.default_rng().integers(2**63))
-            request = await self._lanes.short_or_long(size, lambda: self.speaker.request(utterance, seed))
+            request = await self.lanes.short_or_long(size, lambda: self.speaker.request(utterance, seed))
             return await self.thread.submit([request], per_token=True)
         finally:
-            self._entering -= 1
+            self.entering -= 1
 
     async def _respond(self, stream: Stream, body: SpeechBody, request: Request, began: float) -> Response:
         try:
@@ -182,12 +158,6 @@ class SpeechService:
         except PeriluneError as error:
             # The status is sent already. A dropped connection tells the client that samples are missing.
             raise ConnectionAbortedError(error.what) from None
-
-    def _finish(self, stream: Stream, complete: bool, began: float) -> None:
-        self.answering -= 1
-        self._close(stream, began)
-        if not complete:
-            self.metrics.count_disconnect()
 
     def _close(self, stream: Stream, began: float) -> None:
         stream.abort()
