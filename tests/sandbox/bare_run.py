@@ -23,4 +23,4 @@ def bare_run(code: str) -> Execution:
         )
         output = ended.stdout.decode(errors="replace")
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
-    return Execution("error" if ended.returncode else "", ended.returncode, None, output, 0, 0.0, files)
+    return Execution("error" if ended.returncode else "", ended.returncode, None, output, 0.0, files)

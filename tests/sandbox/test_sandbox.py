@@ -1,6 +1,7 @@
 """The sandbox: files and output of a run, its limits, and the removal of its processes and folders."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -53,7 +54,7 @@ def sandbox():
 def test_run_reads_given_files_and_returns_written_files(sandbox):
     code = "text = open('in/rows.csv').read()\nopen('out.txt', 'w').write(text.upper())\nprint(len(text))"
     result = sandbox.run(code, {"in/rows.csv": b"a,b\n"})
-    assert (result.succeeded, result.output, result.exit_code) == (True, "4\n", 0)
+    assert (result.cause, result.output, result.exit_code) == ("", "4\n", 0)
     assert result.files == {"in/rows.csv": b"a,b\n", "out.txt": b"A,B\n"}
     assert sandbox.run("import os; print(os.listdir())").output == "[]\n"
 
@@ -133,9 +134,8 @@ def test_run_that_kills_parent_and_closes_output_is_stopped(without):
 
 def test_long_output_keeps_both_ends_and_number_of_bytes_cut(sandbox):
     result = sandbox.run("for i in range(20_000): print(i)")
-    assert result.succeeded and result.cut > 0
     assert result.output.startswith("0\n1\n") and result.output.endswith("19998\n19999\n")
-    assert f"[... {result.cut} bytes were cut ...]" in result.output
+    assert re.search(r"\n\[\.\.\. [1-9]\d* bytes were cut \.\.\.\]\n", result.output) and not result.cause
 
 
 @pytest.mark.parametrize("size", [0, 1, 49, 50, 51, 99, 100, 101, 150, 1000])
@@ -162,7 +162,6 @@ open(b'odd\\xff', 'w').close()
     with Sandbox(LIMITS, without=["landlock"]) as sandbox:  # Landlock forbids making these files
         result = sandbox.run(code)
     assert dict(result.files) == {"a/b/kept": b"x"}, result.output
-    assert set(result.left_out) == {"'endless'", "'fifo'", "'closed'", "'odd\\udcff'"}
 
 
 DEEP = "import os\nfor _ in range(1500):\n    os.mkdir('d'); os.chdir('d')"

@@ -15,7 +15,6 @@ import sysconfig
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import perilune
@@ -87,9 +86,7 @@ class Baits:
         }
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._victim.kill()
         self._victim.wait()
         for bait in (self._tcp, self._udp, self._unix, self._abstract, self._datagrams):

@@ -40,8 +40,8 @@ def confined_run(code: str, limits: SandboxLimits) -> Execution:
     ended, seconds = process.returncode, time.monotonic() - began
     text = output[-limits.flood_bytes :].decode(errors="replace")
     if ended < 0:
-        return Execution(cause or "killed", None, -ended, text, 0, seconds)
-    return Execution("error" if ended else "", ended, None, text, 0, seconds)
+        return Execution(cause or "killed", None, -ended, text, seconds)
+    return Execution("error" if ended else "", ended, None, text, seconds)
 
 
 def run_confined() -> None:

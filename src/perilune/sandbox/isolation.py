@@ -98,7 +98,7 @@ def _init(run: Run, request: Mapping[str, Any]) -> NoReturn:
             raise OSError(refused.decode(errors="replace"))
         status = _wait_for(code)
         _kill_rest(code)
-        report = {"status": status, **_collect_files(run.limits)}
+        report = {"status": status, "files": _collect_files(run.limits)}
     except Exception as error:
         report = {"failed": f"{type(error).__name__}: {error}"}
     _send_report(run.report, report)
@@ -194,23 +194,18 @@ def _kill_rest(code: int) -> None:
             os.wait()
 
 
-def _collect_files(limits: SandboxLimits) -> dict[str, Any]:
-    """Return the regular files of the scratch folder, and the names of other and of oversized files."""
+def _collect_files(limits: SandboxLimits) -> dict[str, str]:
+    """Return the regular files of the scratch folder, in Base64, without those that exceed the limits."""
     files: dict[str, str] = {}
-    left_out: list[str] = []
     room, count = limits.scratch_bytes, limits.scratch_files
     for path in _walk(Path(), _MAX_DEPTH):
-        name = str(path)
-        try:
-            name.encode()
+        with contextlib.suppress(OSError, UnicodeError):
+            str(path).encode()
             status = path.lstat()
-            if not stat.S_ISREG(status.st_mode) or status.st_size > room or len(files) >= count:
-                raise OSError
-            files[name] = base64.b64encode(path.read_bytes()).decode()
-            room -= status.st_size
-        except (OSError, UnicodeError):
-            left_out.append(ascii(name)[:200])
-    return {"files": files, "left_out": left_out[: limits.scratch_files]}
+            if stat.S_ISREG(status.st_mode) and status.st_size <= room and len(files) < count:
+                files[str(path)] = base64.b64encode(path.read_bytes()).decode()
+                room -= status.st_size
+    return files
 
 
 def _walk(folder: Path, deepest: int) -> Iterator[Path]:

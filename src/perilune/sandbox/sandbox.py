@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import Any
 
 import perilune
@@ -67,25 +66,17 @@ class Execution:
             "output" or "scratch" if the run was killed for exceeding a limit; "killed" for any other signal.
         exit_code: None if a signal ended it.
         output: standard output and standard error in order. A line replaces the part that was cut.
-        cut: bytes of output that were not kept.
         seconds: wall-clock time.
-        files: the regular files of the scratch folder at the end; those at the start if the run was killed.
-        left_out: names of other entries, and of files that did not fit.
+        files: the regular files of the scratch folder that fit into it, at the end; those at the start if the
+            run was killed.
     """
 
     cause: str
     exit_code: int | None
     signal: int | None
     output: str
-    cut: int
     seconds: float
     files: Mapping[str, bytes] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
-
-    @property
-    def succeeded(self) -> bool:
-        """True if it ended with exit code 0."""
-        return not self.cause
 
 
 class Sandbox:
@@ -118,9 +109,7 @@ class Sandbox:
     def __enter__(self) -> Sandbox:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def capabilities(self) -> Capabilities:
@@ -268,13 +257,13 @@ def _execution(answer: Mapping[str, Any], before: Mapping[str, bytes]) -> Execut
     cause, seconds = answer["cause"], float(answer["seconds"])
     output = bytes.fromhex(answer["output"]).decode(errors="replace")
     if cause or "status" not in report:
-        return Execution(cause or "killed", None, signal.SIGKILL, output, answer["cut"], seconds, before)
+        return Execution(cause or "killed", None, signal.SIGKILL, output, seconds, before)
     exit_code = os.waitstatus_to_exitcode(report["status"])
     if exit_code < 0:
         cause = "timeout" if -exit_code == signal.SIGXCPU else "killed"
-        return Execution(cause, None, -exit_code, output, answer["cut"], seconds, before)
+        return Execution(cause, None, -exit_code, output, seconds, before)
     files = {name: base64.b64decode(content) for name, content in report["files"].items()}
     cause = "error" if exit_code else ""
     if exit_code and output.rstrip().rpartition("\n")[2].startswith("MemoryError"):
         cause = "memory"
-    return Execution(cause, exit_code, None, output, answer["cut"], seconds, files, tuple(report["left_out"]))
+    return Execution(cause, exit_code, None, output, seconds, files)

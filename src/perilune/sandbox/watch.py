@@ -71,7 +71,6 @@ class Watch:
         return {
             "cause": self._cause,
             "output": self._output.text(is_complete=is_complete).hex(),
-            "cut": self._output.cut,
             "seconds": time.monotonic() - began,
             "report": report_document,
         }
