@@ -217,7 +217,8 @@ def compared(workload: Workload, real: Played, costs: dict[str, StepCost]) -> di
         "workload": workload.name,
         "steps": counters.steps,
         "preemptions": counters.preemptions,
-        "same steps": log.sequence == real.log.sequence,
+        "same steps": log.chunks == real.log.chunks
+        and [(w.rows, w.begun) for w in log.works] == [(w.rows, w.begun) for w in real.log.works],
         "measured seconds": median(seconds),
         "predicted seconds": total,
         "error, %": 100 * (total / median(seconds) - 1),

@@ -183,7 +183,9 @@ def curve(model: str, seeds: list[int]) -> Iterator[dict[str, Any]]:
             for precision in PRECISIONS:
                 updates = [delta(before[precision], after[precision]) for before, after in pairs]
                 row[f"{precision}: changed"] = median(item.changed for item in updates)
-                row[f"{precision}: delta / full"] = median(item.bytes / item.full_bytes for item in updates)
+                sizes = [sum(tensor.nbytes for tensor in after[precision].values()) for _, after in pairs]
+                shares = (item.bytes / size for item, size in zip(updates, sizes, strict=True))
+                row[f"{precision}: delta / full"] = median(shares)
             print(row, flush=True)
             yield row
 

@@ -8,7 +8,7 @@ Times, hardware measurements and logs may differ.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -69,19 +69,7 @@ class RunDiff:
 
     def parts(self) -> dict[str, tuple[Change, ...]]:
         """Return the changes by the name of their part."""
-        return {
-            "recipe": self.recipe,
-            "code": self.code,
-            "packages": self.packages,
-            "machine": self.machine,
-            "inputs": self.inputs,
-            "results": self.results,
-            "timings": self.timings,
-        }
-
-    def document(self) -> dict[str, Any]:
-        """Return the differences as JSON."""
-        return asdict(self)
+        return {part.name: getattr(self, part.name) for part in fields(self)}
 
 
 def compare_runs(a: Path, b: Path) -> RunDiff:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 try:
@@ -25,9 +24,8 @@ except ImportError:  # on a machine without packages
 class HardwareSampler:
     """Appends one line of figures to a file every `interval` seconds, from a thread, until stopped.
 
-    Use it as a context manager, or call `start()` and `stop()`. Sampling never stops the work that it
-    watches: unreadable figures are omitted, and if the file cannot be written sampling ends with the reason
-    in `error`.
+    A context manager. Sampling never stops the work that it watches: unreadable figures are omitted, and if
+    the file cannot be written sampling ends with the reason in `error`.
 
     Args:
         pid: root of the process tree to watch; None to watch only the machine.
@@ -43,23 +41,14 @@ class HardwareSampler:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hardware", daemon=True)
 
-    def stop(self) -> None:
-        """Take a last sample and stop."""
-        self._stopped.set()
-        self._thread.join()
-        self._gpus.close()
-
     def __enter__(self) -> HardwareSampler:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
+    def __exit__(self, *error: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+        self._gpus.close()
 
     def _run(self) -> None:
         if psutil is not None:

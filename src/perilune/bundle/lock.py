@@ -38,7 +38,10 @@ def requirements_lock(task: str) -> str:
         if (_normalize(name), extras) in visited:
             continue
         visited.add((_normalize(name), extras))
-        locked[_normalize(name)] = _version_and_digest(name)
+        installed = _find_distribution(name)
+        digest = record_digest(installed)
+        record = f"  # record sha256:{digest}" if digest else ""
+        locked[_normalize(name)] = read_metadata(installed)[1] + record
         waiting += _requirements(name, extras)
     del locked[_normalize(NAME)]
     return "".join(f"{name}=={version}\n" for name, version in sorted(locked.items()))
@@ -96,12 +99,6 @@ def read_metadata(installed: Distribution) -> tuple[str, str, list[str]]:
         return installed.name, installed.version, installed.requires or []
     fields = message_from_string(text.partition("\n\n")[0])
     return fields["Name"], fields["Version"], fields.get_all("Requires-Dist", [])
-
-
-def _version_and_digest(name: str) -> str:
-    installed = _find_distribution(name)
-    digest = record_digest(installed)
-    return read_metadata(installed)[1] + (f"  # record sha256:{digest}" if digest else "")
 
 
 @cache

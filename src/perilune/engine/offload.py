@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perilune.engine.blocks import BLOCK, Blocks
+from perilune.engine.cache import PagedCache
 
 Bytes = NDArray[np.uint8]
 Key = tuple[int, bytes]
@@ -42,16 +42,6 @@ class OffloadSettings:
     disk: int = 0
     folder: Path | None = None
     always: bool = False
-
-
-class BlockContents(Protocol):
-    """Reads and writes the content of cache blocks."""
-
-    def read(self, index: int, blocks: Blocks) -> Bytes:
-        """Return uint8[C, bytes] of the blocks int32[C] of pool `index`."""
-
-    def write(self, index: int, blocks: Blocks, content: Bytes) -> None:
-        """Overwrite the blocks int32[C] of pool `index`."""
 
 
 @dataclass(slots=True)
@@ -99,7 +89,7 @@ class OffloadStore:
         disk_failure: the error after which the disk is no longer written; "" before.
     """
 
-    def __init__(self, settings: OffloadSettings, contents: BlockContents) -> None:
+    def __init__(self, settings: OffloadSettings, contents: PagedCache) -> None:
         self.settings, self._contents = settings, contents
         self._stored: dict[Key, _StoredBlock] = {}  # in memory and on disk, the least recently used first
         self._in_memory: dict[Key, None] = {}
@@ -117,7 +107,7 @@ class OffloadStore:
     def __contains__(self, key: Key) -> bool:
         return key in self._stored
 
-    def replace_cache(self, contents: BlockContents) -> None:
+    def replace_cache(self, contents: PagedCache) -> None:
         """Read and write blocks of another cache from now on."""
         self._contents = contents
 

@@ -19,7 +19,6 @@ from perilune.engine.adapters import AdaptedProjections
 from perilune.engine.blocks import Blocks
 from perilune.engine.cache import PagedCache, slot_mapping
 from perilune.engine.native_attention import NativePagedAttention
-from perilune.engine.offload import BlockContents
 from perilune.engine.paged_attention import PagedAttention
 from perilune.engine.recurrence import HybridAttention, PagedRecurrence
 from perilune.engine.routes import RouteRecorder, RouteStore
@@ -99,7 +98,7 @@ def record_routes_of(runner: Runner) -> RouteStore:
     return runner.record_routes()
 
 
-def offloadable_cache(runner: Runner) -> BlockContents:
+def offloadable_cache(runner: Runner) -> PagedCache:
     """Return the cache of `runner`, from which blocks can be offloaded.
 
     Raises:

@@ -88,12 +88,6 @@ class StepLog:
         """Set the counts of what followed the last step."""
         self.works[-1] = replace(self.works[-1], **counts)
 
-    @property
-    def sequence(self) -> list[tuple[int, tuple[int, ...], int]]:
-        """Return the decoding rows, chunks and samples begun of each step."""
-        steps = zip(self.works, self.chunks, strict=True)
-        return [(work.rows, chunks, work.begun) for work, chunks in steps]
-
 
 class PredictedRunner:
     """A `Runner` without a model: it advances a clock by the predicted time of each step.

@@ -170,6 +170,9 @@ class ComputedTimes:
     length: int
     learners: int
 
+    batch = episode = checks = 0.0
+    answer, start = ANSWER_SECONDS, START_SECONDS
+
     @cached_property
     def step(self) -> ComputedSteps:
         return ComputedSteps(self.machines, self.model)
@@ -191,28 +194,8 @@ class ComputedTimes:
         return RECORD_SECONDS + self.publish
 
     @property
-    def batch(self) -> float:
-        return 0.0
-
-    @property
-    def answer(self) -> float:
-        return ANSWER_SECONDS
-
-    @property
-    def episode(self) -> float:
-        return 0.0
-
-    @property
     def publish(self) -> float:
         return VALUE_BYTES * self.model.parameters / self.machines.card.link
-
-    @property
-    def start(self) -> float:
-        return START_SECONDS
-
-    @property
-    def checks(self) -> float:
-        return 0.0
 
 
 def cache_tokens(machines: Machines, model: ModelCard) -> int:

@@ -57,7 +57,7 @@ class Update:
         named: names of all tensors that change.
         base, result: digests of the tensors that the receiver must have, and of all tensors afterwards.
         changed: share of the values that differ from the previous version; 1 where that is unknown.
-        bytes, full_bytes: size of the file, and of all its tensors whole.
+        bytes: size of the file.
     """
 
     path: Path
@@ -68,7 +68,6 @@ class Update:
     result: str
     changed: float
     bytes: int
-    full_bytes: int
 
     def replaces(self, earlier: Update) -> bool:
         """Return whether this update makes `earlier` unnecessary."""
@@ -124,7 +123,7 @@ class WeightWriter:
         self._until_full_update = FULL_UPDATE_INTERVAL - 1 if full_update else self._until_full_update - 1
         self._bytes_written = 0 if full_update else self._bytes_written + _size(parts.values())
         share = differing / max(sum(tensor.numel() for tensor in state.values()), 1)
-        return Update(path, version, frozenset(rewritten), frozenset(named), base, result, share, size, full)
+        return Update(path, version, frozenset(rewritten), frozenset(named), base, result, share, size)
 
     def _find_changes(
         self, name: str, flat: Tensor, changed: ChangeFinder | None

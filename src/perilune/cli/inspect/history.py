@@ -126,7 +126,7 @@ def diff(
     control = open_control()
     comparison = compare_runs(*(control.directory(find_run(control, name)) for name in (a, b)))
     if as_json:
-        print_json(comparison.document())
+        print_json(asdict(comparison))
         return
     echo(f"{a} -> {b}")
     for part, changes in comparison.parts().items():

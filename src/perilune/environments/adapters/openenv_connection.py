@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -42,9 +41,7 @@ class Connection:
             raise _failure(f"the server at {self._url} cannot be reached: {_describe_error(error)}") from None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
             self._socket.send('{"type": "close"}')
         except self._connection_errors:

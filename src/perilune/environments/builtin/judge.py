@@ -103,7 +103,7 @@ class JudgeEnvironment(SingleTurn):
         )
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        return self._borrowed.source_tasks(split, seed)
+        return self._borrowed.environment.tasks(split, seed)
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
         """Score an answer by the judge's grade, from 0 to 1."""

@@ -42,9 +42,6 @@ class BorrowedTasks:
         characters: dict[str, str] = getattr(self.environment, "characters", dict)()
         return characters
 
-    def source_tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        return self.environment.tasks(split, seed)
-
     def bare_source_tasks(self, split: Split, seed: int) -> Iterator[Task]:
         """Return the environment's tasks, without prompts if it supports this (`LongContexts`)."""
         has_bare_tasks = hasattr(type(self.environment), "bare_tasks")  # a wrapper chooses tasks itself

@@ -83,7 +83,7 @@ class LaunchedEnvironment(MultiTurn):
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         """Yield the other environment's tasks. Their prompts become part of the first observation."""
-        for task in self._borrowed.source_tasks(split, seed):
+        for task in self._borrowed.environment.tasks(split, seed):
             data = {"prompt": list(task.prompt), "data": dict(task.data)}
             yield Task(task.task_id, (), data, task.difficulty)
 

@@ -101,7 +101,7 @@ class SearchEnvironment(MultiTurn):
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         """Yield the other environment's tasks, with a description of the search stack as prompt."""
-        for task in self._borrowed.source_tasks(split, seed):
+        for task in self._borrowed.environment.tasks(split, seed):
             *earlier, last = task.prompt
             count = len(self._corpus(task).documents)
             text = prompts.render_opening(self.spec.prompt, self.spec.mode, count, last["content"])

@@ -20,7 +20,6 @@ from perilune.games.connect_four.players import Player, one_ply, random_player
 from perilune.games.connect_four.solver import FULL_COLUMN, Scores, Solver
 from perilune.metrics.proportion import wilson_interval
 
-MIN_SOLVER_PLY = 8  # stones on the board from which the solver takes well under a second per position
 PLY_BUCKETS = ((8, 11), (12, 15), (16, 19), (20, 23), (24, 27), (28, 31), (32, 40))  # for reports
 _MATCH_STREAM, _POSITION_STREAM = 1 << 30, 1 << 31  # streams of random numbers that training does not use
 
@@ -41,8 +40,8 @@ class Exam:
 def make_exam(solver: Solver, per_ply: int, first_ply: int, seed: int) -> Exam:
     """Solve `per_ply` positions of each ply from `first_ply` to the last but one.
 
-    `first_ply` should not be below `MIN_SOLVER_PLY`. Half of the positions are from random games, half from
-    games in which nobody misses an immediate win or block.
+    `first_ply` should be at least 8: from there the solver takes well under a second per position. Half of
+    the positions are from random games, half from games in which nobody misses an immediate win or block.
     """
     parts = []
     for player in (random_player, one_ply):

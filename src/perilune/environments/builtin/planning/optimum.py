@@ -34,11 +34,6 @@ class Optimum:
     interest: int
     bound: int
 
-    @property
-    def is_proven(self) -> bool:
-        """True if no plan is better."""
-        return self.interest == self.bound
-
 
 def find_best_plan(trip: Trip, effort: float) -> Optimum | None:
     """Return the most interesting plan that satisfies every constraint; None if there is no valid plan.
