@@ -4,6 +4,7 @@ import json
 import shutil
 import zipfile
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,7 @@ def test_compare_runs_groups_differences_by_origin(make_run: Callable[[str], Pat
         "results": ["metrics at step 1, reward", "last.reward"],
         "timings": ["seconds"],
     }
-    json.dumps(compare_runs(a, b).document())
+    json.dumps(asdict(compare_runs(a, b)))
 
 
 def test_compare_runs_names_changed_source_files(bundle: Path, pristine: Path, tmp_path: Path) -> None:

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from torch import Tag, Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gathered_attention import GatheredAttention
 from perilune.engine import graph_runner
-from perilune.engine.decode_step import DecodeStep
+from perilune.engine.decode_step import DecodeStep, GatheredAttention
 from perilune.engine.engine import Engine
 from perilune.engine.graph_runner import GraphRunner, bucket
 from perilune.engine.request import Prompt, Request, SamplingParams

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from gathered_attention import GatheredAttention
 from perilune.data.routes import missing_rows
+from perilune.engine.decode_step import GatheredAttention
 from perilune.engine.engine import Engine
 from perilune.engine.graph_runner import GraphRunner
 from perilune.engine.native_runner import NativeRunner

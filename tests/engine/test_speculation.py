@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gathered_attention import GatheredAttention
+from perilune.engine.decode_step import GatheredAttention
 from perilune.engine.engine import Engine
 from perilune.engine.graph_runner import GraphRunner
 from perilune.engine.native_runner import NativeRunner

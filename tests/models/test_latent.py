@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from gathered_attention import GatheredAttention
 from perilune.engine.cache import PagedCache
+from perilune.engine.decode_step import GatheredAttention
 from perilune.engine.engine import Engine
 from perilune.engine.graph_runner import GraphRunner
 from perilune.engine.native_runner import NativeRunner

@@ -11,7 +11,7 @@ import torch
 from pretend_device import DEVICE, Device
 from task_cases import DIGITS, metrics, run_task
 
-from gathered_attention import GatheredAttention
+from perilune.engine.decode_step import GatheredAttention
 from perilune.engine.engine import Engine
 from perilune.engine.graph_runner import GraphRunner
 from perilune.engine.request import Prompt, Request, SamplingParams

@@ -37,8 +37,7 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     opening = json.loads(sys.stdin.buffer.readline())
     environment = _environment()
-    confine(memory_bytes=MEMORY_BYTES, open_files=8, readable=library_folders())
-    forbid_processes()
+    _confine()
     allow_cpu(opening["seconds"])
     try:
         template = environment.from_string(opening["source"])
@@ -68,6 +67,12 @@ def _error_text(error: Exception) -> str:
 def _send_answer(answers: BinaryIO, document: Mapping[str, Any]) -> None:
     answers.write(json.dumps(document).encode() + b"\n")
     answers.flush()
+
+
+def _confine() -> None:
+    """Irreversibly give up files, processes, sockets, privileges and most memory."""
+    confine(memory_bytes=MEMORY_BYTES, open_files=8, readable=library_folders())
+    forbid_processes()
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
