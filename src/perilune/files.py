@@ -67,7 +67,7 @@ def parse_strict_json(data: bytes) -> Any:
             data.decode("utf-8"),
             object_pairs_hook=_reject_duplicate_keys,
             parse_float=_parse_finite,
-            parse_constant=_reject_constant,
+            parse_constant=reject_constant,
         )
         if b"\\ud" in data.lower():
             canonical_json(value)
@@ -107,7 +107,8 @@ def _parse_finite(text: str) -> float:
     return value
 
 
-def _reject_constant(name: str) -> NoReturn:
+def reject_constant(name: str) -> NoReturn:
+    """Refuse NaN and infinities, which Python's JSON decoder accepts."""
     raise ValueError(f"{name} is not a JSON number")
 
 

@@ -134,8 +134,11 @@ def _extract(stream: _BoundedStream, root: Path, limits: ArchiveLimits) -> None:
                 path.mkdir(parents=True, exist_ok=True)
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
+            content = tar.extractfile(member)
+            assert content is not None
             try:
-                _write(tar, member, path)
+                with path.open("xb") as file:
+                    shutil.copyfileobj(content, file)
             except FileExistsError:
                 raise RequestError(f"{member.name!r} is in the archive twice") from None
             path.chmod(member.mode & 0o755)
@@ -170,16 +173,3 @@ def _safe_path(member: tarfile.TarInfo) -> PurePosixPath:
     if len(name) > _MAX_PATH_CHARS or not name.isprintable() or "\\" in name or not is_inside_root(name):
         raise RequestError(f"{name[:200]!r} is not a plain relative path")
     return PurePosixPath(name)
-
-
-def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
-    content = tar.extractfile(member)
-    assert content is not None
-    remaining = member.size
-    with path.open("xb") as file, content:
-        while remaining > 0:
-            block = content.read(min(remaining, _CHUNK))
-            if not block:
-                raise EOFError(f"{member.name} ends early")
-            file.write(block)
-            remaining -= len(block)

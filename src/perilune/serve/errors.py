@@ -83,18 +83,14 @@ async def handle_library_error(request: Request, error: Exception) -> JSONRespon
     status = http_status(error)
     fields = getattr(request.state, "fields", ())
     param = error.where if error.where.partition(".")[0] in fields else None  # others are the server's
-    return JSONResponse(error_document(status, with_remedy(error), param), status)
+    message = f"{error.what} ({error.remedy})" if error.remedy else error.what
+    return JSONResponse(error_document(status, message, param), status)
 
 
 def http_status(error: PeriluneError) -> int:
     if isinstance(error, StoppedError):
         return 503
     return 400 if error.exit_code == 2 else 500
-
-
-def with_remedy(error: PeriluneError) -> str:
-    """Return the message of an error and its remedy on one line."""
-    return f"{error.what} ({error.remedy})" if error.remedy else error.what
 
 
 async def handle_invalid_query(request: Request, error: Exception) -> JSONResponse:

@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from perilune.environments.core.protocol import EpisodeFailedError
+from perilune.files import reject_constant
 
 MAX_RESPONSE_BYTES = 1 << 20  # limit on a response
 CLOSE_TIMEOUT_S = 0.5
@@ -96,16 +97,12 @@ def fetch_action_fields(url: str, seconds: float) -> list[str]:
 
 def _parse_document(text: str | bytes) -> Mapping[str, Any]:
     try:
-        document = json.loads(text, parse_constant=_refuse_constant)
+        document = json.loads(text, parse_constant=reject_constant)
     except (ValueError, RecursionError) as error:
         raise _failure(f"the server's response is not JSON: {error}") from None
     if not isinstance(document, dict):
         raise _failure("the server's response is not a JSON object")
     return document
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def _failure(reason: str) -> EpisodeFailedError:

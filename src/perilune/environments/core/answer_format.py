@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from perilune.environments.core.matching import find_plain_numbers, normalize_number
+from perilune.files import reject_constant
 
 FormatName = Literal["answer_tags", "boxed", "json", "last_number", "after_think"]
 THINK_END = "</think>"
@@ -89,7 +90,7 @@ def _find_boxed(text: str) -> list[str]:
 def _find_json_answers(text: str) -> list[str]:
     """Return the field "answer" of all JSON objects that are in no other object."""
     text = _strip_thinking(text)
-    decoder = json.JSONDecoder(object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant)
+    decoder = json.JSONDecoder(object_pairs_hook=_reject_duplicate_keys, parse_constant=reject_constant)
     answers: list[str] = []
     end = 0
     for _ in range(_MAX_JSON_OBJECTS):
@@ -118,10 +119,6 @@ def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
     if len(fields) < len(pairs):
         raise _DuplicateKeyError
     return fields
-
-
-def _reject_constant(constant: str) -> Any:
-    raise ValueError(f"{constant} is not JSON")
 
 
 def _find_last_number(text: str) -> list[str]:

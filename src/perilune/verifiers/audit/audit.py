@@ -102,7 +102,7 @@ def audit_reward(
 ) -> Audit:
     """Audit the reward of the environment that a recipe's `section` describes.
 
-    Scores at most `MOST_A_TASK` outputs per task, plus those of the search.
+    Scores at most 2000 outputs per task, plus those of the search.
 
     Args:
         search_budget: outputs to try on each of three tasks in search of a rewarded wrong one; 0 for no

@@ -32,9 +32,6 @@ class Example:
     transcript: Transcript
     verdict: float | str
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Example:
         return cls(Task(**raw["task"]), Transcript(**raw["transcript"]), raw["verdict"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
+
+from pydantic import TypeAdapter
 
 HOME = (0, 0)
 
@@ -77,12 +79,15 @@ class Trip:
 
     def to_json(self) -> dict[str, Any]:
         """Return the trip as JSON, with lists instead of tuples."""
-        rows = [{**asdict(place), "at": list(place.at)} for place in self.places]
-        return {**asdict(self), "places": rows}
+        raw: dict[str, Any] = _TRIP.dump_python(self, mode="json")
+        return raw
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Trip:
-        return cls(**{**raw, "places": tuple(_parse_place(place) for place in raw["places"])})
+        return _TRIP.validate_python(raw)
+
+
+_TRIP = TypeAdapter(Trip)
 
 
 def travel_steps(here: tuple[int, int], there: tuple[int, int]) -> int:
@@ -104,8 +109,3 @@ def find_earliest_visit(trip: Trip, place: Place, day: int, time: int, here: tup
         if in_window and end <= place.closes and end + travel_steps(place.at, HOME) <= trip.length:
             return Visit(today, start, place.name)
     return None
-
-
-def _parse_place(raw: Mapping[str, Any]) -> Place:
-    window = raw["window"]
-    return Place(**{**raw, "at": tuple(raw["at"]), "window": None if window is None else Window(**window)})

@@ -45,7 +45,6 @@ class Bridge:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
-        self.version = ""
 
     def ask(self, call: str, **arguments: Any) -> Any:
         """Ask a question and wait for the answer.
@@ -94,7 +93,6 @@ class Bridge:
                 self._end()
                 message = f"has no SkyPilot ({greeting['error']['message']})"
                 raise RequestError(message, where=command[0], remedy=REMEDY)
-            self.version = greeting["answer"]
         return self._process
 
     def _read(self, process: subprocess.Popen[bytes]) -> dict[str, Any]:
