@@ -15,18 +15,20 @@ $ python benchmarks/connect_four.py train FOLDER --seconds 1800
 $ python benchmarks/connect_four.py solve FOLDER
 $ python benchmarks/connect_four.py judge FOLDER"""
 ABOUT = """\
-A network learns Connect Four by self-play on one core. Seconds are CPU seconds of the process, and moves per
-second include games, network and learning. *PPO* plays the moves of the network. *Searched* runs a tree
-search of {simulations} simulations for every move and learns from the result.
+*PPO* plays the moves of the network. *Searched* runs a tree search of {simulations} simulations for every
+move and learns from the result. Seconds are CPU seconds of the process, and moves per second include
+games, network and learning.
 
-An exact solver scores the moves of the player in test positions. A move is *best* if no other column leads to
-an earlier win or a later loss. A move is a *blunder* if it turns a win into a draw or loss, or a draw into a
-loss. Test positions have at least {first} stones. Half of them come from random games, and half from games
-without a missed win or block. Positions in which all columns have the same score are left out.
+An exact solver scores the moves of the player in test positions. A move is *best* if no other column leads
+to an earlier win or a later loss. A move is a *blunder* if it turns a win into a draw or loss, or a draw
+into a loss. Test positions have at least {first} stones. Half of them come from random games, and half
+from games without a missed win or block. Positions in which all columns have the same score are left out.
 
 In matches a draw is half a point. A match plays all openings of two moves from both sides. Matches against
 perfect play start from drawn positions with {perfect} stones, so half of the points is the best possible
-result. *Foresight 4* is an opponent that searches four moves ahead. Intervals are Wilson's."""
+result. *Foresight 4* is an opponent that searches four moves ahead, and *mcts 100* is OpenSpiel's tree
+search with 100 simulations. Intervals are Wilson's. *The first move* gives the solver's score of each
+column: positive if the first player wins, with a larger number for an earlier win."""
 
 
 def view(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,14 +79,14 @@ def findings(document: Mapping[str, Any]) -> list[str]:
     for run in document["runs"]:
         rates.setdefault(kind(run), []).append(run["marks"][-1]["moves_per_second"])
     sentences = [
-        f"{name}: {', '.join(f'{rate:,.0f}' for rate in sorted(values))} moves per second"
+        f"{name}: {', '.join(f'{rate:,.0f}' for rate in sorted(values))} moves per second."
         for name, values in rates.items()
     ]
     minute = [line["judged"] for run in document["runs"] for line in run["marks"] if line["mark"] == 60]
     sentences.append(
         "After 60 CPU seconds, without search: "
         + ", ".join(points(judged["0"], "one_ply") for judged in minute)
-        + " of the points against one-ply search (three seeds of PPO, then Searched)"
+        + " of the points against one-ply search (three seeds of PPO, then Searched)."
     )
     return sentences
 
@@ -160,7 +162,11 @@ def by_ply(judged: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def matches(judged: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [
-        {"simulations": ahead, "against": name.replace("_", " ")} | dict(figures[name])
+        {"simulations": ahead, "against": name.replace("_", " ")}
+        | {
+            f"share of {key}" if key.startswith("points") else key: value
+            for key, value in figures[name].items()
+        }
         for ahead, figures in judged.items()
         for name in figures
         if name != "moves"

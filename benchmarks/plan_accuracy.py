@@ -127,7 +127,7 @@ def main() -> None:
                 for stage in recipe_stages
             ]
     result = {
-        "title": "Time and memory: what `--plan` predicts against what happens",
+        "title": "Accuracy of `--plan`: time and memory",
         "about": "The recipes ran on one thread after the estimate. The home directory was empty, so "
         "Perilune knew no answer lengths from earlier runs. `perilune doctor` had calibrated the machine, "
         f"in {calibrated:.0f} s. An error is the estimate minus the measurement, divided by the measurement.",

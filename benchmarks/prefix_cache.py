@@ -59,7 +59,7 @@ def main() -> None:
     seeds = arguments.seeds or [0, 1, 2]
     hits = [row for name in MODELS for row in rules(name, seeds, arguments)]
     speed = [offloading(arguments.model)]
-    about = {"title": "The prefix cache under agents that pause", "about": ABOUT}
+    about = {"title": "Prefix cache: hits of agents that pause", "about": ABOUT}
     write(
         arguments.out,
         about | {"hits": hits, "offloading": speed} | document("prefix_cache.py", sys.argv[1:], began),

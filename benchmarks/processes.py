@@ -67,7 +67,7 @@ def main() -> None:
                 figures.add((bundle / "artifacts" / "metrics.jsonl").read_bytes())
                 runs[name].append({"load average before": round(load, 1), **seconds(bundle)})
     document = {
-        "title": "Two threads in one process or two processes",
+        "title": "GRPO step time: two threads or two processes",
         "about": "In each round, every setting runs the `rl` stage of the quickstart once. The table shows "
         "times of a step. *CPU* is the CPU time of the first training process, without scoring. Other "
         "programs kept the cores busy, so elapsed times are noisy.",

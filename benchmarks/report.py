@@ -68,14 +68,18 @@ MOST_REPEATS = 20  # a longer list of numbers is a curve
 PERCENT = (  # words of columns that hold shares
     *("pass@", "pass rate", "greedy", "accuracy", "word error rate", "accept rate", "share of", "yield"),
     *("first replies", "live groups", "best moves", "blunders", "flipped expert", "overlap ratio"),
-    *("asks about lines", "episodes that spawn", "trainer idle", "points against"),
+    *("asks about lines", "trainer idle", "points against"),
 )
-SHARES = frozenset({"won", "drawn", "lost", "dropped", "finished", "finished while paid", "sampled"})
+SHARES = frozenset({"won", "drawn", "lost", "dropped"})
 POINTS = ("difference of pass@1", "gain of pass@1", "difference of accuracy")  # columns in percentage points
 CHANGES = "relative change"  # a column of changes, in percent
 BY_SEED = "by seed"  # the same differences, by seed
 MEANS = "Cells show means, with 95% intervals in brackets."
 MEDIANS = "Cells show medians over repeated runs, with ranges in brackets."
+IN_ALL_TABLES = {
+    MEANS: "In all tables, a cell with brackets shows a mean with its 95% interval.",
+    MEDIANS: "In all tables, a cell with brackets shows the median of repeated runs, with their range.",
+}
 INTRODUCTION = """\
 # Results
 
@@ -143,11 +147,11 @@ def page(path: Path, document: Mapping[str, Any]) -> str:
 
 def say_brackets_once(lines: Sequence[str]) -> tuple[list[str], str]:
     """The tables, and the explanation of their brackets if it is the same for all of them."""
-    said = [line for line in lines if line.startswith("Cells show ")]
-    if len(said) < 2 or len(set(said)) > 1:
+    said = [line for line in lines if line in IN_ALL_TABLES]
+    if len(said) < 2 or len({line for line in lines if line.startswith("Cells show ")}) > 1:
         return list(lines), ""
     kept = [line for i, line in enumerate(lines) if line != said[0] and lines[max(i - 1, 0)] != said[0]]
-    return kept, said[0].replace("Cells show", "Cells with brackets show").replace(", with", " with")
+    return kept, IN_ALL_TABLES[said[0]]
 
 
 def describe_machine(machine: Mapping[str, Any]) -> str:

@@ -148,8 +148,8 @@ learner has made two updates since sampling.
 
 * The *gap* is the difference between the log-probs of sampler and learner on sampled tokens, in nats.
 * The *KL* is the k3 estimate of KL(sampler ‖ learner), in nats.
-* A token *with a flipped expert* was routed to another expert in the learner than in the engine, in at least
-  one layer.
+* A token has a *flipped expert* if, in at least one layer, the learner's router would choose other experts
+  than the engine used.
 * In the table *Training runs*, each step samples {PROMPTS} tasks with {SAMPLES} answers and makes {UPDATES}
   updates, so tokens are up to two versions old. pass@1 is measured on held-out tasks in float32. Runs with
   and without replay start from the same weights and see the same tasks.

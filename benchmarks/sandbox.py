@@ -24,8 +24,7 @@ WAYS: Mapping[str, tuple[str, ...]] = {
     "without seccomp": ("seccomp",),
 }
 ABOUT = """\
-This page shows what code written by a model can do in the sandbox on one machine. Every probe is a program
-that runs inside the sandbox and tries to break out.
+Every probe is a program that runs inside the sandbox and tries to break out, in one or more *attempts*.
 
 * `contained` means that every attempt failed.
 * `partly` and `open` mean that some or all attempts succeeded, and the table names them.

@@ -23,8 +23,14 @@ PANELS = {
         ("exploitability", "against/random", "against/cfr", "elo", "entropy", "illegal"),
     ),
 }
+NAMES = {
+    "against/cfr": "return against CFR",
+    "against/minimax": "return against perfect play",
+    "against/random": "return against random play",
+    "elo": "Elo",
+}
 ABOUT = """\
-A language model of 0.3 million parameters first imitates games and then trains for 256 steps of self-play:
+The games differ in the teacher and in the opponents of self-play:
 
 * Tic-tac-toe: the model imitates a perfect teacher. In half of the tasks of self-play its opponent is a
   frozen earlier version.
@@ -56,7 +62,10 @@ Run = Mapping[str, Any]
 
 def view(document: Mapping[str, Any]) -> dict[str, Any]:
     """The document with tables, findings and charts."""
-    page: dict[str, Any] = {"title": "Self-play", "command": document["command"]}
+    page: dict[str, Any] = {
+        "title": "Self-play of a language model in three games",
+        "command": document["command"],
+    }
     text, charts = [], {}
     for game, runs in document["runs"].items():
         picture = f"selfplay_{game}.svg"
@@ -136,7 +145,11 @@ def rows(run: Run) -> list[dict[str, Any]]:
     """Table rows of one seed: start, champion and last policy."""
     return [
         {"seed": run["seed"], "policy": name, "step": row["step"]}
-        | {key: figure(row, key) for key in row if key != "step" and key.count("/") < 2 and is_shown(key)}
+        | {
+            NAMES.get(key, key): figure(row, key)
+            for key in row
+            if key != "step" and key.count("/") < 2 and is_shown(key)
+        }
         for name, row in judged(run).items()
     ]
 

@@ -119,9 +119,10 @@ def write(kinds: dict[str, dict[str, list[float]]], pieces: list[float]) -> None
     processor = describe_machine()["processor"]
     document = {
         "title": "Overhead of perilune serve",
-        "about": f"The table shows CPU time and elapsed time per token for {STREAMS} concurrent answers of"
-        f" {TOKENS} tokens with the tiny model. It compares the engine alone with `perilune serve`, for whole"
-        " and for streamed answers.",
+        "about": f"{STREAMS} requests for answers of {TOKENS} tokens arrive at the same time. In the row "
+        "*engine alone*, the engine samples the same answers without a server. The CPU time is that of the "
+        "engine or of the server, without the clients. The ranges show the noise: other programs used the "
+        "machine.",
         "command": "python benchmarks/serve_overhead.py",
         "machine": {
             "processor": processor["model"],

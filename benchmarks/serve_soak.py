@@ -270,12 +270,12 @@ def figures(given: argparse.Namespace, tally: Tally, supervisor: Supervisor, spe
     hung, unclear = (sum(n for (_, outcome), n in tally.outcomes.items() if outcome == kind) for kind in BAD)
     return {
         "title": "Soak test of perilune serve: an engine failure and a killed server",
-        "about": f"{given.clients} clients send requests to `perilune serve` for {given.seconds:.0f} seconds."
-        " After a third of the time, a step of the engine raises an error. After two thirds, the server gets"
-        f" SIGKILL and is started again. Of {sum(tally.outcomes.values()):,} requests, {hung} hung and"
-        f" {unclear} failed without a clear error. Connections fail while the server is down, and requests"
-        " get status 429 while its queue is full. The row `verdict` shows two more results: whether equal"
-        f" requests got equal answers, and whether memory grew by at most {GROWTH:.0%}.",
+        "about": f"{given.clients} clients send requests for {given.seconds:.0f} seconds. After a third of "
+        "the time, a step of the engine raises an error. After two thirds, the server gets SIGKILL and is "
+        "started again. Connections fail while the server is down, and requests get status 429 while its "
+        "queue is full. In the row *verdict*, *defects* counts requests that hung, failures without a clear "
+        "error, and different answers to equal requests. *Memory is flat* if it grew by at most "
+        f"{GROWTH:.0%}.",
         "command": f"python benchmarks/serve_soak.py --seconds {given.seconds:.0f} --clients {given.clients}",
         "verdict": {
             "requests": sum(tally.outcomes.values()),

@@ -35,8 +35,7 @@ COMPARED: Mapping[str, Sequence[tuple[Arm, Arm]]] = {  # by environment: an arm,
     ),
 }
 ABOUT = (
-    "The recipes in `recipes/smollm2/` train SmolLM2-135M-Instruct (135 million parameters) on two CPU cores "
-    "and evaluate it on held-out tasks. `instructions`, `lora`, `preference` and `flywheel` start from the "
+    "`instructions`, `lora`, `preference` and `flywheel` start from the "
     "same model and are evaluated on the same requests. In `system_prompt`, only the evaluation `told` shows "
     "the system prompt to the model. Intervals in the tables are 95% bootstrap intervals over the tasks of "
     "one seed. Other programs used the machines too, so the seconds are upper bounds. Differences are tested "

@@ -97,6 +97,28 @@ class Case:
         return {"samples": self.samples, "text": self.text, "temperature": self.temperature}
 
 
+ABOUT = f"""\
+The model samples in float32. The prompt *code edit* asks for a Python file with one name changed, *quote* for
+sentences of a text, *summary* for a summary of the text, and *story* for a story.
+
+* The arm *lookup* proposes the tokens that followed an earlier occurrence of the last tokens.
+* The arm *int8 draft* samples draft tokens from an int8 copy of the model.
+* Both choose the number of draft tokens, up to 10, from the acceptance rate and the number of samples in the
+  step. With 64 samples they propose none, because even accepted draft tokens cost more time than they save.
+* The arms *not adaptive* always propose as many as they can: up to 10, or up to 4 with the draft.
+* All arms sample the same tokens and log-probs, bit for bit.
+
+The columns:
+
+* *Tokens per CPU second* are sampled tokens, without the time of the prompt. *Speed / speed of off* is
+  relative to the arm without speculation.
+* *Tokens per step* is the mean per sample.
+* *Time of a step* is the time to compute several tokens of one sequence at position {POSITION}, with logits
+  for all of them. A step of one token takes as long as reading the weights. *Cost of a draft token* is the
+  time of one more token, as a share of a step of one token.
+
+Each arm ran once, in alternation, while other programs used the cores. Arms that propose nothing differ from
+*off* only by chance."""
 CASES = [
     *(Case(text, 0.0, 1) for text in TEXTS),
     *(Case(text, 0.7, samples) for samples in BATCHES for text in BATCH_TEXTS),
@@ -128,39 +150,8 @@ def main() -> None:
         result["one sample" if case.samples == 1 else "batches"] += rows
         write(
             arguments.out,
-            result | {"about": about(result["one sample"])} | document("speculation.py", sys.argv[1:], began),
+            result | {"about": ABOUT} | document("speculation.py", sys.argv[1:], began),
         )
-
-
-def about(rows: Sequence[dict[str, Any]]) -> str:
-    """The introduction of the page: the comparison, its outcome, and the terms of the tables."""
-    gains = {arm: [row["gain"] for row in rows if row["arm"] == arm] for arm in ARMS if arm != "off"}
-    outcome = " and ".join(
-        f"{min(values):g} to {max(values):g} times as fast with *{arm}*" for arm, values in gains.items()
-    )
-    return f"""\
-SmolLM2-135M-Instruct in float32 answers four prompts on one thread, with and without speculation. A single \
-sample is {outcome}, by CPU time. With 64 samples, speculation proposes no tokens, because even accepted \
-draft tokens cost more time than they save.
-
-The prompt *code edit* asks for a Python file with one name changed, *quote* for sentences of a text, \
-*summary* for a summary of the text, and *story* for a story.
-
-* The arm *lookup* proposes the tokens that followed an earlier occurrence of the last tokens.
-* The arm *int8 draft* samples draft tokens from an int8 copy of the model.
-* Both choose the number of draft tokens, up to 10, from the acceptance rate and the number of samples in \
-the step.
-* The arms *not adaptive* always propose as many as they can: up to 10, or up to 4 with the draft.
-
-All arms sample the same tokens and log-probs, bit for bit.
-
-*Tokens a second* are sampled tokens per CPU second, without the time of the prompt. *Gain* is relative to \
-*off*. *Tokens a step* is the mean per sample. Each arm ran once, in alternation, while other programs used \
-the cores. Arms that propose nothing differ from *off* only by chance.
-
-*Time of a step* is the time to compute several tokens of one sequence at position {POSITION}, with logits \
-for all of them. A step of one token takes as long as reading the weights. *A draft token costs* gives the \
-time of one more token, relative to a step of one token."""
 
 
 def step_times(model: Any) -> list[dict[str, Any]]:
@@ -173,7 +164,7 @@ def step_times(model: Any) -> list[dict[str, Any]]:
         row |= {
             f"{rows} token{'s' * (rows > 1)}, ms": round(1e3 * taken, 1) for rows, taken in seconds.items()
         }
-        row["a draft token costs"] = f"{100 * (seconds[8] - seconds[1]) / 7 / seconds[1]:.1f}%"
+        row["cost of a draft token"] = f"{100 * (seconds[8] - seconds[1]) / 7 / seconds[1]:.1f}%"
         rows.append(row)
     return rows
 
@@ -208,9 +199,11 @@ def measure(
         yield {
             **case.fields,
             "arm": arm,
-            "tokens a second": [round(speed, 1) for speed in speeds[arm]],
-            "gain": round(statistics.median(speeds[arm]) / statistics.median(speeds["off"]), 2),
-            "tokens a step": round(_per_step(counters), 2),
+            "tokens per CPU second": [round(speed, 1) for speed in speeds[arm]],
+            "speed / speed of off": round(
+                statistics.median(speeds[arm]) / statistics.median(speeds["off"]), 2
+            ),
+            "tokens per step": round(_per_step(counters), 2),
             "draft tokens accepted": f"{100 * counters.accepted_tokens / proposed:.0f}%" if proposed else "",
         }
 

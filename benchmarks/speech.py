@@ -120,7 +120,7 @@ def measure_alone(folder: Path, text: str, rounds: int) -> dict[str, dict[str, A
             spoken = speak_together(speaker, text, range(100 * turn + 100, 100 * turn + 100 + streams))
             times[streams] += spoken if turn >= 0 else []
     return {
-        f"{streams} streams": summary(
+        f"{streams} stream{'s' * (streams > 1)}": summary(
             [Heard(item.first_audio, item.seconds, item.audio, item.underruns) for item in times[streams]],
             [item.first_code for item in times[streams]],
         )
@@ -182,7 +182,10 @@ def measure_served(url: str, text: str, rounds: int) -> dict[str, dict[str, Any]
                 if turn >= 0:
                     heard[streams] += results
                     codes[streams].append((after[0] - before[0]) / (after[1] - before[1]))
-    return {f"{streams} streams": summary(heard[streams], codes[streams]) for streams in STREAMS}
+    return {
+        f"{streams} stream{'s' * (streams > 1)}": summary(heard[streams], codes[streams])
+        for streams in STREAMS
+    }
 
 
 def summary(heard: list[Heard], codes: list[float]) -> dict[str, Any]:
@@ -234,16 +237,15 @@ def write(alone: dict[str, Any], served: dict[str, Any], folder: Path, *, random
     codec = model.config.codec
     processor = describe_machine()["processor"]
     first = "first audio, ms, p50"
-    ratio = round(alone["8 streams"][first] / alone["1 streams"][first], 2)
+    ratio = round(alone["8 streams"][first] / alone["1 stream"][first], 2)
     document = {
         "title": "Streaming speech: latency by number of streams",
-        "about": "A small model on one thread speaks several utterances that start at the same time. With 8 "
-        "streams, the "
-        f"first audio takes {ratio} times as long as with one, in CPU time of the pipeline alone.\n\nThe "
-        "real-time factor is the time from the request to the last sample, divided by the duration of the "
-        "speech: below 1, speech is generated faster than it plays. An underrun is a moment at which the "
-        "listener waits for samples. *The pipeline alone* gives CPU time, which excludes other programs on "
-        "the machine. *Perilune serve* gives elapsed time, at the load of the machine given in *Setting*.",
+        "about": "All utterances of a row start at the same time.\n\n* The *real-time factor* is the time "
+        "from the request to the last sample, divided by the duration of the speech. Below 1, speech is "
+        "generated faster than it plays.\n* *First code* and *first audio* are the times from the "
+        "request.\n* An *underrun* is a moment at which the listener waits for samples.\n* *The pipeline "
+        "alone* gives CPU time, which excludes other programs on the machine. *Perilune serve* gives "
+        "elapsed time, at the load of the machine given in *Setting*.",
         "command": "python benchmarks/speech.py",
         "machine": {
             "processor": processor["model"],
@@ -255,8 +257,8 @@ def write(alone: dict[str, Any], served: dict[str, Any], folder: Path, *, random
             "talker, million parameters": millions(model.talker.decoder),
             "code predictor, million parameters": millions(model.talker.predictor),
             "codec decoder, million parameters": millions(model.codec),
-            "frames a second": round(1 / codec.frame_seconds, 2),
-            "codes a frame": codec.codebooks,
+            "frames per second": round(1 / codec.frame_seconds, 2),
+            "codes per frame": codec.codebooks,
         },
         "the pipeline alone, in CPU time": alone,
         "perilune serve, in elapsed time": served,

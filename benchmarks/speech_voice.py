@@ -16,15 +16,14 @@ from perilune.recipe.load import bundled_recipe
 from recipe_runs import document, for_seeds, options, run_recipe, write
 
 ABOUT = """\
-The teacher espeak-ng speaks digits in a synthetic voice. Perilune fits a codec to 600 of its utterances. It
-then trains a small talker with a code predictor, in the layout of Qwen3-TTS, to predict the codec's codes for
-a text. The recognizer pocketsphinx, which was trained on neither voice, transcribes 60 held-out texts. Its
-grammar allows the ten digits in any order.
+espeak-ng (the *teacher*) speaks digits in a synthetic voice. Perilune fits a codec to 600 of its utterances.
+It then trains a small talker with a code predictor, in the layout of Qwen3-TTS, to predict the codec's codes
+for a text. The recognizer pocketsphinx, which was trained on neither voice, transcribes 60 held-out texts.
+Its grammar allows the ten digits in any order.
 
-Each row of the table gives the word error rate of one speaker, with a 95% interval over resampled
-utterances. The row `teacher` is the recognizer's error on espeak-ng itself. The row `codec` adds the loss
-of encoding and decoding, and the row `voice` adds the errors of the talker. We chose the recognizer's word
-insertion penalty and the teacher's voice and speed on other speech of the teacher."""
+The row *teacher* is the recognizer's error on espeak-ng itself. The row *codec* adds the loss of encoding and
+decoding, and the row *voice* adds the errors of the talker. Intervals are over resampled utterances. We chose
+the recognizer's word insertion penalty and the teacher's voice and speed on other speech of the teacher."""
 SPEAKERS = ("teacher", "codec", "voice")
 
 

@@ -29,9 +29,10 @@ another run (*second*). The "new machine" is the local one, reached through a pi
 the loopback interface. The times therefore include no network.
 
 * *After a cut* is the time to finish staging when the connection failed half-way.
-* *A poll* is the reconciler's query about a live attempt, once per second: its CPU time on both ends
-  together and its median elapsed time.
-* `before` is the commit named below, which sent a whole tar file each time and needed two calls per poll."""
+* *A poll* is the reconciler's query about a live attempt, once per second: its CPU time on both ends together
+  and its median elapsed time.
+* *Now* and *before* are the commits named under *Setting*. The earlier one sent a whole tar file each time
+  and needed two calls per poll."""
 
 
 def arm(size: int, looks: int) -> dict[str, Any]:

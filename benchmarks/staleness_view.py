@@ -21,8 +21,8 @@ CORRECTIONS = {
     "vcpo": "as `sequence`, with a learning rate that falls with the effective sample size",
 }
 ABOUT = """\
-A tiny model learns three-digit sums with six off-policy corrections. In a run with staleness N, the weights
-from N steps earlier sample every token of a step. A schedule log fixes this age.
+In a run with staleness N, the weights from N steps earlier sample every token of a step. A schedule log fixes
+this age.
 
 The runs of a seed differ only in staleness and correction. Each starts from the same SFT checkpoint and
 trains {steps} steps of {prompts} tasks x {samples} answers with {updates} updates per step. pass@1 is over

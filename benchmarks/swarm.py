@@ -18,7 +18,7 @@ from typing import Any
 from perilune.data.episode import Episode
 from perilune.data.episodes_file import read_episodes
 from perilune.metrics.across_seeds import SeedComparison, compare_over_seeds
-from recipe_runs import HERE, document, for_seeds, options, run_recipe, write
+from recipe_runs import HERE, SEEDS_ARE_THE_UNIT, document, for_seeds, options, run_recipe, write
 
 RECIPE = HERE.parent / "recipes" / "swarm.yaml"
 NO_BUDGET, NO_TERMS = "rl.environment.critical_budget=null", "rl.auxiliary_rewards=null"
@@ -32,24 +32,31 @@ KEYS, STEPS = 8, 80
 PAID = range(31, 41)  # the last ten steps with weights above 0
 MARGIN = 0.03  # tolerated loss of accuracy
 ABOUT = f"""\
-A task asks for the values of 8 keys, each in a separate shard. A tiny model trained from scratch reads the
-shards one after another (9 [critical steps](../reference/glossary.md)), or spawns sub-agents that read one
-shard each (4 critical steps).
+A task asks for the values of 8 keys, each in a separate shard. The model is trained from scratch. It reads
+the shards one after another (9 [critical steps](../reference/glossary.md)), or starts sub-agents that read
+one shard each (4 critical steps). After SFT on traces of which 90% are serial, only the orchestrator learns.
+All sub-agents are the model after SFT.
 
-After SFT on traces of which 90% are serial, only the orchestrator learns. All sub-agents are the model after
-SFT. Each arm trains for {STEPS} steps of 16 groups with 8 episodes. In every arm, the reward `performance` is
-1 if all values are right. In the arm with a budget, the episode must also end within 6 critical steps. The
-term `parallel` has weight 2 and `finish` weight 1. Both weights fall to 0 in the first half of training. An
-episode may run 8 sub-agents. Further sub-agents are spawned but do not run.
+Each arm trains for {STEPS} steps of 16 groups with 8 episodes. The arms differ in their reward terms:
 
-Accuracy is on 192 held-out tasks with 2 episodes each, without a budget. Token counts are over all agents,
-and include prompts, results and sampled tokens. They count a prefix that sub-agents share once for each of
-them. A sub-agent counts as finished if it ends with a value. *While paid* covers steps 31 to 40, the last ten
-with weights above 0.
+* `performance` is 1 if all values are right. With a `budget`, the episode must also end within 6 critical
+  steps.
+* `parallel` rewards starting sub-agents, with weight 2. `finish` rewards sub-agents that finish, with weight
+  1. Both weights fall to 0 in the first half of training.
 
-The orchestrator learns when to spawn and which keys to hand over. Looking up one value is a skill from
-SFT. No arm tests whether a larger model finds the swarm without demonstrations. The result depends on the
-learning rate: with 400 steps of SFT and a learning rate of 8e-4, the training with all terms diverged for
+The columns:
+
+* Accuracy is measured on 192 held-out tasks with 2 episodes each, without a budget.
+* *Sub-agents per episode* are all that the model starts. At most 8 of them run. A sub-agent *finishes* if it
+  ends with a value.
+* *While paid* covers steps 31 to 40, the last ten with weights above 0.
+* *Total tokens* are over all agents, and include prompts, results and sampled tokens. They count a prefix
+  that sub-agents share once for each of them.
+* {SEEDS_ARE_THE_UNIT}
+
+The orchestrator learns when to start sub-agents and which keys to hand over. Looking up one value is a skill
+from SFT. No arm tests whether a larger model finds the swarm without demonstrations. The result depends on
+the learning rate: with 400 steps of SFT and a learning rate of 8e-4, the training with all terms diverged for
 one of two seeds."""
 
 
@@ -69,7 +76,8 @@ def run(seed: int) -> dict[str, dict[str, float]]:
             paid = figures(episodes(stages["rl"], [f"step-{step:06d}" for step in PAID]))
             results["after SFT"] = figures(episodes(stages["after_sft"]))
             results[arm] = figures(episodes(stages["after_rl"])) | {
-                f"{name} while paid": paid[name] for name in ("spawned", "finished")
+                f"{name} while paid": paid[name]
+                for name in ("sub-agents per episode", "share of sub-agents that finish")
             }
             print(json.dumps({"seed": seed, arm: results[arm]}), flush=True)
     return results
@@ -83,15 +91,16 @@ def episodes(stage: Mapping[str, Any], names: Sequence[str] = ()) -> list[Episod
 
 
 def figures(played: Sequence[Episode]) -> dict[str, float]:
-    """Means over episodes. `finished` is the share of all spawned sub-agents."""
+    """Means over episodes."""
     metrics = [episode.metrics for episode in played]
     spawned = [row.get("spawned", row.get("sub_agents", 0.0)) for row in metrics]
     tokens = [len(episode.prompt_ids) + len(episode.token_ids) for episode in played]
     return {
         "accuracy": fmean(row.get("right", 0.0) for row in metrics),
-        "episodes that spawn": fmean(count > 0 for count in spawned),
-        "spawned": fmean(spawned),
-        "finished": sum(row.get("finished", 0.0) for row in metrics) / max(sum(spawned), 1),
+        "share of episodes with sub-agents": fmean(count > 0 for count in spawned),
+        "sub-agents per episode": fmean(spawned),
+        "share of sub-agents that finish": sum(row.get("finished", 0.0) for row in metrics)
+        / max(sum(spawned), 1),
         "critical steps": fmean(row.get("critical_steps", row["turns"]) for row in metrics),
         "total tokens": fmean(
             own + row.get("sub_agent_tokens", 0) for own, row in zip(tokens, metrics, strict=True)
@@ -144,28 +153,34 @@ def compared_row(name: str, comparison: SeedComparison) -> dict[str, Any]:
 
 def findings(of: Any, compared: Mapping[str, SeedComparison]) -> list[str]:
     """The predictions about the rewards, each with its outcome."""
-    share, spawned = of(ONE_AGENT, "episodes that spawn"), of(PARALLEL, "spawned while paid")
-    rate, cured = of(PARALLEL, "finished while paid"), of(PARL, "finished while paid")
+    share, spawned = (
+        of(ONE_AGENT, "share of episodes with sub-agents"),
+        of(PARALLEL, "sub-agents per episode while paid"),
+    )
+    rate, cured = (of(arm, "share of sub-agents that finish while paid") for arm in (PARALLEL, PARL))
     steps, accuracy, tokens = (compared[name] for name in ("critical steps", "accuracy", "total tokens"))
     return [
-        f"Serial collapse: with performance alone, at most {max(share):.0%} of the episodes spawn. We"
-        f" expected: below 10% in every seed ({_said(max(share) < 0.1)}).",
-        f"Spurious parallelism: with parallel and without finish, an episode spawned {fmean(spawned):.1f}"
-        f" sub-agents in steps {PAID[0]} to {PAID[-1]}, and {fmean(rate):.0%} of them finished. With finish,"
-        f" {fmean(cured):.0%} finished. We expected: more than {2 * KEYS} sub-agents, and a lower share, in"
-        f" every one of {len(rate)} seeds ({_said(min(spawned) > 2 * KEYS and max(rate) < min(cured))}).",
-        f"Critical steps with all terms and the budget: changed by {steps.mean:+.0%} (95% interval"
-        f" {steps.low:+.0%} to {steps.high:+.0%}). We expected: 40% fewer ({_said(steps.high <= -0.4)}).",
-        f"Accuracy with all terms and the budget: changed by {100 * accuracy.mean:+.1f} points"
-        f" ({100 * accuracy.low:+.1f} to {100 * accuracy.high:+.1f}). We expected: not lower by more than"
-        f" {100 * MARGIN:.0f} points ({_said(accuracy.low >= -MARGIN)}).",
-        f"Total tokens: changed by {tokens.mean:+.0%} ({tokens.low:+.0%} to {tokens.high:+.0%}). The single"
-        " agent could use as many tokens, but it ends earlier.",
+        f"Serial collapse: with `performance` alone, at most {max(share):.0%} of the episodes start "
+        f"sub-agents (expected: below 10% in every seed; {_said(max(share) < 0.1)}).",
+        "Spurious parallelism: with `parallel` and without `finish`, an episode started"
+        f" {fmean(spawned):.1f} sub-agents in steps {PAID[0]} to {PAID[-1]}, and {fmean(rate):.0%} of them"
+        f" finished. With `finish`, {fmean(cured):.0%} finished (expected: more than {2 * KEYS} sub-agents,"
+        f" and a lower share, in every one of {len(rate)} seeds;"
+        f" {_said(min(spawned) > 2 * KEYS and max(rate) < min(cured))}).",
+        f"Critical steps with all terms and the budget, against `performance`: {steps.mean:+.0%} (95% "
+        f"interval {steps.low:+.0%} to {steps.high:+.0%}; expected: at least 40% fewer; "
+        f"{_said(steps.high <= -0.4)}).",
+        f"Accuracy with all terms and the budget, against `performance`: {100 * accuracy.mean:+.1f} points "
+        f"(95% interval {100 * accuracy.low:+.1f} to {100 * accuracy.high:+.1f}; expected: at most "
+        f"{100 * MARGIN:.0f} points lower; {_said(accuracy.low >= -MARGIN)}).",
+        f"Total tokens with all terms and the budget, against `performance`: {tokens.mean:+.0%} (95% interval"
+        f" {tokens.low:+.0%} to {tokens.high:+.0%}). The single agent could use as many tokens, but it ends"
+        " earlier.",
     ]
 
 
 def _said(holds: bool) -> str:
-    return "the seeds show this" if holds else "the seeds do not show this"
+    return "confirmed" if holds else "not confirmed"
 
 
 if __name__ == "__main__":

@@ -36,14 +36,18 @@ COMPARED = (
     ("untold, off-policy", "untold, on-policy"),
 )
 ABOUT = f"""\
-A tiny model writes out its working if the system prompt is `Work it out: ` (`told`), and mostly answers
-directly without it (`untold`). Distillation moves the effect of the prompt into the weights.
+The model writes out its working if the system prompt is `Work it out: ` (`told`), and mostly answers directly
+without it (`untold`). Distillation moves the effect of the prompt into the weights.
 
 * *On-policy*: the model answers without the prompt, and a frozen copy of the model, which sees the prompt,
   scores each token (60 steps of 128 answers, no verifier).
-* *Off-policy*: the model imitates the right answers among 8,192 that were written with the prompt (120
-  steps of 64 answers). Answers that mention the prompt were removed.
+* *Off-policy*: the model imitates the right answers among 8,192 that were written with the prompt (120 steps
+  of 64 answers). Answers that mention the prompt were removed. The table *Rejection* shows this selection:
+  *accept rate* is the share of answers that were kept, *leak rate* the share of right answers that mention
+  the prompt, and *unhinted pass rate* the pass rate without the prompt.
 
+The table by step shows [diagnostics](../how-to/distillation.md#diagnostics) of distillation. The stages of
+these runs started from the second moments of the previous stage's optimizer (`restore_optimizer: true`).
 {SEEDS_ARE_THE_UNIT}"""
 
 

@@ -35,6 +35,19 @@ STEPS = {  # traces, steps of sft, steps of rl
     "tools": (1000, 100, 3),
     "quickstart": (3000, 100, 3),
 }
+ABOUT = """\
+The recorded episodes ([cassettes](../reference/glossary.md)) are replayed in a copy of the source in which
+one bug is planted.
+
+* *Cases that fail* are those whose replay differs. *Differences* names what differs.
+* Half of the suite is held out. *Caught by either half alone* is *yes* if each of the two halves catches the
+  bug without the other.
+* *Caught by rescore alone* says whether the verifier catches the bug without replaying the environment.
+* *Replays without a bug* count the episodes that were replayed (*harness*) and scored again (*rescore*), the
+  *false alarms* among them, and an upper bound of their share.
+
+The authors of the suite chose the bugs. Most bugs are in environments that a tiny model cannot play. Their
+episodes follow scripts, which we did not change after the first run against the bugs."""
 EVALUATED, TRAINED = "after_rl", "rl"  # stages of each recipe
 SCRIPTED = 36  # episodes of each scripted environment
 EACH = 4  # cases of each cause in the suite
@@ -223,30 +236,19 @@ def main() -> None:
 
 
 def described(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The result with its title and a paragraph."""
+    """The result with its title, findings and introduction."""
     bugs: Sequence[Mapping[str, Any]] = found["planted bugs"]
     shares = [share for bug in bugs if (share := bug["share of tokens after shrinking"]) is not None]
-    alarms, exact = found["replays without a bug"], found["exact replays"]
-    about = [
-        f"We recorded a suite of {found['suite']['cases']} [cassettes](../reference/glossary.md), and then"
-        f" planted {len(bugs)} bugs, one at a time, in a copy of the source. The suite caught"
-        f" {sum(bug['caught'] for bug in bugs)} of them.",
-        f"In {alarms['harness'] + alarms['rescore']:,} replays without a bug there were"
-        f" {alarms['false alarms']} false alarms.",
-        f"{sum(row['equal'] for row in exact)} of {sum(row['episodes'] for row in exact)} episodes of three"
-        " runs had the same tokens when they were sampled again.",
-        f"`shrink` shortened one failing case of each bug to {sum(shares) / len(shares):.0%} of its tokens on"
-        " average. The shortened case still gives different results with and without the bug.",
-        "Half of the suite is held out. *Caught by either half alone* is *yes* if each of the two halves"
-        " catches the bug without the other. *Caught by rescore alone* says whether the verifier catches"
-        " it without replaying the environment.",
-        "The authors of the suite chose the bugs. Most bugs are in environments that a tiny model cannot"
-        " play.",
-        "Their episodes follow scripts, which we did not change after the first run against the bugs.",
-    ]
+    exact = found["exact replays"]
     return {
         "title": "Regression suites made of episodes",
-        "about": "\n\n".join([" ".join(about[:4]), " ".join(about[4:])]),
+        "about": ABOUT,
+        "findings": [
+            f"{sum(row['equal'] for row in exact)} of {sum(row['episodes'] for row in exact)} episodes of"
+            f" {len(exact)} runs had the same tokens when they were sampled again.",
+            f"`shrink` shortened one failing case of each bug to {sum(shares) / len(shares):.0%} of its "
+            "tokens on average. The shortened case still gives different results with and without the bug.",
+        ],
         **found,
     }
 

@@ -38,12 +38,11 @@ from recipe_runs import HERE, document, run_recipe, write
 RECIPE = HERE / "cold_start.yaml"
 TASKS, SAMPLES, MAX_TOKENS = 256, 16, 64
 KINDS = ("bfloat16", "int8")
-ABOUT = (
-    "The benchmark converts the weights of a trained tiny model to bfloat16 or int8, and compares the result "
-    "with the float32 model. On answers that the float32 model sampled, the table shows KL(float32 || "
-    "converted) and the error of the sampled token's log-prob, in nats. The last columns compare pass rates "
-    "on the same tasks, with an interval for the difference."
-)
+ABOUT = """\
+The weights of the trained model are converted to bfloat16 or int8. On answers that the float32 model sampled,
+the table shows KL(float32 ‖ converted) and the error of the sampled token's log-prob, both in nats per token.
+pass@1 is measured on the same tasks with both kinds of weights. The interval of the difference is over
+tasks."""
 
 
 def main() -> None:
@@ -61,7 +60,7 @@ def main() -> None:
     write(arguments.out, result | {"tasks": TASKS, "samples": SAMPLES, "against float32": rows})
     for row in rows:
         print(
-            f"seed {row['seed']}, {row['weights']}: KL {row['KL, mean']:.2e} nats a token, pass@1"
+            f"seed {row['seed']}, {row['weights']}: KL {row['KL, mean, nats']:.2e} nats a token, pass@1"
             f" {row['pass@1']:.3f} against {row['pass@1 of float32']:.3f}"
         )
 
@@ -154,11 +153,11 @@ def compare(exact: tuple[Tensor, Tensor], narrow: tuple[Tensor, Tensor]) -> dict
     difference = (p - q).gather(1, tokens[:, None])[:, 0].abs()
     return {
         "tokens": len(tokens),
-        "KL, mean": float(kl.mean()),
-        "KL, maximum": float(kl.max()),
-        "log-prob error, mean": float(difference.mean()),
-        "log-prob error, 99th percentile": float(difference.quantile(0.99)),
-        "log-prob error, maximum": float(difference.max()),
+        "KL, mean, nats": float(kl.mean()),
+        "KL, maximum, nats": float(kl.max()),
+        "log-prob error, mean, nats": float(difference.mean()),
+        "log-prob error, 99th percentile, nats": float(difference.quantile(0.99)),
+        "log-prob error, maximum, nats": float(difference.max()),
         "share of positions with the same most likely token": float(
             (p.argmax(-1) == q.argmax(-1)).double().mean()
         ),

@@ -45,7 +45,7 @@ def main() -> None:
         measured = {"builds": [builds(control)], "one figure changed": [one_change(control)]}
         lint, rows = faults(control, arguments.each)
         control.store.close()
-    about = {"title": "A wiki whose numbers are queries", "about": ABOUT}
+    about = {"title": "Wiki: time of a build, and planted faults", "about": ABOUT}
     write(
         arguments.out,
         about
@@ -59,15 +59,15 @@ ABOUT = """\
 One run of the home directory is real. The others are copies with another seed, setting and result. Each copy
 has its own bundle, manifest and signatures, and `perilune verify` accepts them.
 
-* *From nothing* has no cache: every signature is checked.
-* *Without a change* reads the cache.
-* *Of the command* includes the start of the process.
-* *One figure changed* alters the summary of a run without updating its signature.
+* *From nothing* has no cache: every signature is checked. *Without a change* reads the cache. *Of the
+  command* includes the start of the process. *Same bytes* says whether two builds give the same files.
+* *One figure changed* alters the summary of a run without updating its signature. A build then names the
+  numbers and pages that change, and the findings of lint should name the run.
+* Each fault is planted in a separate question page, or in a run that only this page cites. A finding is
+  *unexplained* if it is not in such a page and does not name such a run.
 
-Each fault is planted in a separate question page, or in a run that only this page cites. A finding is
-*unexplained* if it is not in such a page and does not name such a run. The author of the rules also chose
-the faults. The recall therefore shows that the rules work, but not that they find every fault that people
-make."""
+The author of the rules also chose the faults. So the result shows that the rules work, but not that they find
+every fault that people make."""
 RECIPE = """\
 name: base
 model: {preset: tiny}

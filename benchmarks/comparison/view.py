@@ -44,7 +44,7 @@ class Suite:
 
 TINY = Suite(
     "algorithms",
-    "Algorithms compared",
+    "RL algorithms compared on tiny models",
     "tiny models",
     "the same SFT checkpoint with a fresh optimizer",
     "four",
@@ -53,7 +53,7 @@ TINY = Suite(
 )
 SMOLLM2 = Suite(
     "algorithms_smollm2",
-    "Algorithms compared on SmolLM2-135M",
+    "RL algorithms compared on SmolLM2-135M",
     "SmolLM2-135M-Instruct",
     "the instruct model",
     "two",

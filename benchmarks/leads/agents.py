@@ -46,7 +46,9 @@ def search_as_code(document: Document) -> Lead:
 
 def swarm(document: Document) -> Lead:
     steps = {row["rewards"]: row["critical steps"] for row in document["mean over seeds"]}
-    spawning = {row["rewards"]: row["episodes that spawn"] for row in document["mean over seeds"]}
+    spawning = {
+        row["rewards"]: row["share of episodes with sub-agents"] for row in document["mean over seeds"]
+    }
     every = "performance, parallel, finish, budget"
     test = document["accuracy against performance"][0]["difference of accuracy"]
     return (

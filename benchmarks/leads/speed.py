@@ -62,7 +62,7 @@ def matrix_products(document: Document) -> Lead:
 def speculation(document: Document) -> Lead:
     gains: dict[str, list[float]] = {}
     for row in document["one sample"]:
-        gains.setdefault(row["arm"], []).append(row["gain"])
+        gains.setdefault(row["arm"], []).append(row["speed / speed of off"])
     lookup, draft = gains["lookup"], gains["int8 draft"]
     return (
         "SmolLM2-135M-Instruct answers four prompts on one CPU thread, with and without speculative "
@@ -91,7 +91,7 @@ def weight_sync(document: Document) -> Lead:
     rows = document["by learning rate"]
 
     def ratios(low: float, high: float) -> list[float]:
-        return [row["bfloat16: delta / full"] for row in rows if low <= row["learning rate"] <= high]
+        return [row["bfloat16: bytes of delta / all"] for row in rows if low <= row["learning rate"] <= high]
 
     return (
         "Weight updates of AdamW steps are sent to the sampler as deltas, which hold only the changed "

@@ -22,7 +22,7 @@ def weight_precision(document: Document) -> Lead:
     errors: dict[str, list[float]] = {}
     intervals = []
     for row in document["against float32"]:
-        errors.setdefault(row["weights"], []).append(row["log-prob error, mean"])
+        errors.setdefault(row["weights"], []).append(row["log-prob error, mean, nats"])
         intervals.append(row["difference of pass@1"])
     worst = [f"{max(values):.4f} nats with {kind}" for kind, values in errors.items()]
     without = sum(interval["low"] <= 0 <= interval["high"] for interval in intervals)
@@ -62,8 +62,8 @@ def checks(document: Document) -> Lead:
     share, runs = document["cost"]["cost as a share of the step"], document["correct_runs"]
     pairs = document["cost"]["seconds per step of each pair of runs"]
     return (
-        "The checks that every RL run makes were switched off to measure their cost, and were on in correct "
-        "runs with many settings to count false alarms.",
+        "The checks that every RL run makes are measured in pairs of runs with and without them, and in "
+        "correct runs with many settings.",
         f"The checks take a median of {share['median']:.1%} of a step's CPU time (range "
         f"{share['lowest']:.1%} to {share['highest']:.1%} over {count(len(pairs), 'pair')} of runs), and "
         f"raised {count(document['false_alarms'], 'false alarm')} in {len(runs)} correct runs.",

@@ -12,14 +12,17 @@ from typing import Any
 from .shapes import SHAPES, WORK, WORKLOADS
 
 KEY = ("workload", "cores", "model", "weights", "engine")
-ABOUT = (
-    "Four engines run the same sampling workloads on CPU cores: Perilune, `generate` of transformers,"
-    " OpenVINO GenAI and llama.cpp. All have the same random weights, sample at temperature 1 and return the"
-    " log-prob of every token. Each engine runs in its own process, and the engines take turns. Workloads:"
-    " *group* has several samples per prompt; *ragged* has requests of different lengths, all submitted at"
-    " the start; *single* has one sample after a long prompt. The floor is a lower bound on the time: matrix"
-    " products and reads of the KV cache at the best rates of these cores, measured between the turns."
-)
+ABOUT = """\
+All engines have the same random weights, sample at temperature 1 and return the log-prob of every token. Each
+engine runs in its own process, and the engines take turns.
+
+* T, S and M are models of three sizes, described under *Setting*.
+* *Group* has several samples per prompt. *Ragged* has requests of different lengths, all submitted at the
+  start. *Single* has one sample after a long prompt.
+* The *floor* is a lower bound on the time: matrix products and reads of the KV cache at the best rates of
+  these cores, measured between the turns.
+* *Greedy tokens equal to transformers* is the share of tokens before the first difference, in greedy answers.
+  *Log-prob difference* is the largest difference among these tokens, in nats."""
 
 
 class Store:

@@ -63,8 +63,8 @@ def _row(record: Record) -> dict[str, Any]:
     row |= {"peak MB": round(record["peak_mb"]), "greedy tokens equal to transformers": ""}
     if record["greedy"] is not None:
         row["greedy tokens equal to transformers"] = _percent(record["greedy"]["tokens"])
-        row["log-prob difference"] = record["greedy"]["logprob_difference"]
-    row["mean log-prob"] = None if record["mean_logprob"] is None else round(record["mean_logprob"], 3)
+        row["log-prob difference, nats"] = record["greedy"]["logprob_difference"]
+    row["mean log-prob, nats"] = None if record["mean_logprob"] is None else round(record["mean_logprob"], 3)
     return row | ({"wrong": ", ".join(record["faults"])} if record["faults"] else {})
 
 

@@ -57,8 +57,8 @@ def test_explanation_of_brackets_is_said_once(results: Path) -> None:
     rows = [{"arm": name, "rates": [1, 2, 3]} for name in "ab"]
     (results / "rates.json").write_text(json.dumps(DATA | {"rate": 7, "first": rows, "second": rows}))
     page = report.pages()["rates.md"]
-    assert page.count("medians over repeated runs") == 1 and "2 (1 to 3)" in page
-    assert page.index("medians over") < page.index("## First")
+    assert page.count("the median of repeated runs") == 1 and "2 (1 to 3)" in page
+    assert page.index("the median of") < page.index("## First")
 
 
 def test_different_brackets_are_explained_at_each_table(results: Path) -> None:
