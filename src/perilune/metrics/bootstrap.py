@@ -24,6 +24,10 @@ class Interval(NamedTuple):
     low: float
     high: float
 
+    def __format__(self, form: str) -> str:
+        """Return "mean (low to high)", each number in the format `form`."""
+        return f"{self.mean:{form}} ({self.low:{form}} to {self.high:{form}})"
+
 
 def bootstrap_problems(
     values: Sequence[float] | NDArray[np.float64],

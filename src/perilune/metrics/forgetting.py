@@ -28,26 +28,24 @@ def forgetting_rows(found: Mapping[str, Any]) -> list[ForgettingRow]:
                 "perplexity of English text", f"{before:.2f}", f"{after:.2f}", f"{after / before - 1:+.1%}"
             )
         )
-        change = _format_interval(bits["change"], "+.4f")
+        change = f"{Interval(**bits['change']):+.4f}"
         rows.append(
             ForgettingRow("bits per byte of it", f"{bits['before']:.4f}", f"{bits['after']:.4f}", change)
         )
     for entry in found.get("environments", ()):
         rates = entry["pass@1"]
-        sides = [_format_interval(rates[side], ".1%") for side in ("before", "after")]
+        sides = [f"{Interval(**rates[side]):.1%}" for side in ("before", "after")]
         rows.append(
             ForgettingRow(
                 f"pass@1 of {entry['environment']}",
                 sides[0],
                 sides[1],
-                _format_interval(rates["change"], "+.1%"),
+                f"{Interval(**rates['change']):+.1%}",
             )
         )
     if kl := found.get("kl"):
         rows.append(
-            ForgettingRow(
-                "KL to the start, nats per answer", "0", _format_interval(kl["per_answer"], ".3g"), ""
-            )
+            ForgettingRow("KL to the start, nats per answer", "0", f"{Interval(**kl['per_answer']):.3g}", "")
         )
         rows.append(ForgettingRow("KL to the start, nats per token", "0", f"{kl['per_token']:.3g}", ""))
     return rows
@@ -73,8 +71,3 @@ def forgetting_warnings(found: Mapping[str, Any], key: str) -> list[str]:
         if entry["pass@1"]["change"]["high"] < 0
     ]
     return lines
-
-
-def _format_interval(value: Mapping[str, float], form: str) -> str:
-    bounds = Interval(**value)
-    return f"{bounds.mean:{form}} ({bounds.low:{form}} to {bounds.high:{form}})"

@@ -75,7 +75,7 @@ def gap_warning(lines: Lines, figure: str, tasks: int) -> str:
     train, held = pairs[-1]
     assert train is not None
     return (
-        f"training passes {_format_rate(train)} and held-out tasks {_format_rate(held)}, clearly less at the"
+        f"training passes {train:.1%} and held-out tasks {held:.1%}, clearly less at the"
         f" last {GAP_EVALUATIONS} evaluations: the policy learns the training tasks, not the skill. Train on"
         " more or more varied tasks, train fewer steps, or set eval.output: best"
     )
@@ -106,7 +106,7 @@ def fall_warning(name: str, figure: str, change: Interval | None) -> str:
     if figure.endswith(LOWER_IS_BETTER):
         if change.low <= 0:
             return ""
-        moved = f"rose by {change.mean:.3g} ({change.low:.3g} to {change.high:.3g})"
+        moved = f"rose by {change:.3g}"
     elif change.high < 0:
         mean, high, low = (-100 * value for value in change)
         moved = f"fell by {mean:.1f} points ({low:.1f} to {high:.1f})"
@@ -156,11 +156,7 @@ def curve_notes(found: Mapping[str, Any]) -> list[str]:
 def _format_cell(figure: str, interval: Mapping[str, float] | None) -> str:
     if interval is None:
         return ""
-    mean, low, high = (interval[key] for key in ("mean", "low", "high"))
+    mean, low, high = bounds = Interval(**interval)
     if figure.endswith(LOWER_IS_BETTER):
-        return f"{mean:.4g} ({low:.4g} to {high:.4g})"
+        return f"{bounds:.4g}"
     return f"{mean:.1%} ({100 * low:.1f} to {100 * high:.1f})"
-
-
-def _format_rate(rate: Interval) -> str:
-    return f"{rate.mean:.1%} ({rate.low:.1%} to {rate.high:.1%})"

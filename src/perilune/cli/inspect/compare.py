@@ -127,9 +127,9 @@ def _arm_table(comparison: Comparison) -> Any:
 def _format_figure(arm: Arm, is_share: bool) -> str:
     if arm.figure is None:
         return "–"
-    mean, low, high = _clip_share(arm.figure) if is_share else arm.figure
+    figure = _clip_share(arm.figure) if is_share else arm.figure
     form = ".1%" if is_share else ".4g"
-    return f"{mean:{form}} ({low:{form}} to {high:{form}})" if math.isfinite(low) else f"{mean:{form}}"
+    return f"{figure:{form}}" if math.isfinite(figure.low) else f"{figure.mean:{form}}"
 
 
 def _clip_share(figure: Interval) -> Interval:

@@ -81,10 +81,8 @@ def _compare_results(now: Mapping[str, Any], then: Mapping[str, Any] | None, see
 
 
 def _print(checkpoint: str, against: str, found: Mapping[str, Any]) -> None:
+    from perilune.metrics.bootstrap import Interval
+
     for name, rate in ((checkpoint, found["now"]), (against, found["then"])):
-        echo(f"pass@1 {rate['mean']:.1%} ({rate['low']:.1%} to {rate['high']:.1%})  {name}")
-    change = found["change"]
-    echo(
-        f"paired change {change['mean']:+.1%} ({change['low']:+.1%} to {change['high']:+.1%})"
-        f" on {found['tasks']} tasks"
-    )
+        echo(f"pass@1 {Interval(**rate):.1%}  {name}")
+    echo(f"paired change {Interval(**found['change']):+.1%} on {found['tasks']} tasks")

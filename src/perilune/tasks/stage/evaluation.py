@@ -223,7 +223,7 @@ class EvaluationHistory:
         lines = self._workspace.metrics()
         self._read(lines)
         texts = [
-            f"{name}: {figure} {_format_interval(figure, evaluations[-1][1])}"
+            f"{name}: {figure} {evaluations[-1][1]:{'.1%' if figure == 'pass@1' else '.4g'}}"
             for name, figure in self._set_figures(lines)
             if (evaluations := list_evaluations(lines, f"{EVAL_PREFIX}{name}/{figure}"))
         ]
@@ -306,11 +306,6 @@ def _interval_metrics(figure: str, interval: Interval) -> dict[str, float]:
 
 def _interval_json(interval: Interval | None) -> dict[str, float] | None:
     return interval and interval._asdict()
-
-
-def _format_interval(figure: str, interval: Interval) -> str:
-    form = ".1%" if figure == "pass@1" else ".4g"
-    return f"{interval.mean:{form}} ({interval.low:{form}} to {interval.high:{form}})"
 
 
 def _mean_rewards(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
