@@ -1,7 +1,6 @@
 """Length changes split into the policy's behaviour and the composition of tasks."""
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
@@ -12,10 +11,8 @@ from perilune.data.episode import Episode
 from perilune.metrics.length_dynamics import (
     Bin,
     decompose_length,
-    is_repetitive,
     length_bins,
     length_dynamics,
-    surprisal_by_fifth,
 )
 
 BINS = st.dictionaries(
@@ -86,20 +83,3 @@ def test_table_groups_lengths_by_difficulty_and_correctness() -> None:
         },
     ]  # fmt: skip
     assert change["behaviour"] + change["composition"] == pytest.approx(change["after"] - change["before"])
-    assert change["shape"]["before"]["stopped"] == pytest.approx(2 / 3)
-
-
-def test_is_repetitive_checks_long_tails_only() -> None:
-    assert is_repetitive("again and " * 1200)
-    assert not is_repetitive("again and " * 900)  # too short to tell
-    varied = "".join(f"{i * 7919 % 10007:x} " for i in range(4000))
-    assert not is_repetitive(varied)
-    assert is_repetitive(varied + "again and " * 1200)
-
-
-def test_surprisal_is_averaged_per_fifth_of_the_answer() -> None:
-    episode = answer(10, logprobs=np.repeat([-1.0, -2.0, -3.0, -4.0, -5.0], 2).astype(np.float32))
-    assert surprisal_by_fifth([episode]) == [1.0, 2.0, 3.0, 4.0, 5.0]
-    masked = dataclasses.replace(episode, loss_mask=np.arange(10) < 2)
-    assert surprisal_by_fifth([masked]) == [1.0, None, None, None, None]
-    assert all(value is None or math.isfinite(value) for value in surprisal_by_fifth([answer(1)]))

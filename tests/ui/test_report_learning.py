@@ -61,7 +61,7 @@ def test_report_includes_length_dynamics(tmp_path: Path) -> None:
         "before": {"count": 2, "length": 9.0, "truncated": 0.0},
         "after": None,
     }
-    change = {"before": 9.0, "after": 12.0, "behaviour": 2.0, "composition": 1.0, "table": [row], "shape": {}}
+    change = {"before": 9.0, "after": 12.0, "behaviour": 2.0, "composition": 1.0, "table": [row]}
     data = collect_report(experiment_with_rl(tmp_path, length_dynamics=change).view())
     assert [(entry.stage, entry.found["behaviour"]) for entry in data.length_dynamics] == [("rl", 2.0)]
     assert '"composition":1.0' in render_report(data).replace(" ", "")

@@ -9,17 +9,13 @@ sampling could look like a policy that writes more.
 """
 
 import math
-import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 from perilune.data.episode import Episode
 
-REPETITION_RATIO = 10.0  # a tail with a higher zlib compression ratio is repetitive
-TAIL_CHARACTERS = 10_000  # final characters of a text; shorter texts are never repetitive
 CORRECT_REWARD = 1.0
 UNKNOWN = "unknown"
 
@@ -75,9 +71,7 @@ def length_dynamics(before: Sequence[Episode], after: Sequence[Episode]) -> dict
 
     Returns:
         before, after, behaviour, composition (tokens); `table`: rows of difficulty, correct, and
-        before / after: {count, length, truncated} or None without such answers; `shape` of both steps:
-        stopped (share that ended by itself), repetitive (share with a repetitive tail) and surprisal (mean
-        -log p in nats by fifth of the answer, an estimate of the entropy).
+        before / after: {count, length, truncated} or None without such answers.
     """
     split = decompose_length(length_bins(before), length_bins(after))
     cells = [_summarize_answers(before), _summarize_answers(after)]
@@ -95,29 +89,7 @@ def length_dynamics(before: Sequence[Episode], after: Sequence[Episode]) -> dict
             }
             for difficulty, correct in keys
         ],
-        "shape": {"before": _shape(before), "after": _shape(after)},
     }
-
-
-def is_repetitive(text: str) -> bool:
-    """Return whether the last 10,000 characters compress by more than a factor of ten."""
-    if len(text) < TAIL_CHARACTERS:
-        return False
-    tail = text[-TAIL_CHARACTERS:].encode()
-    return len(tail) / len(zlib.compress(tail)) > REPETITION_RATIO
-
-
-def surprisal_by_fifth(episodes: Sequence[Episode]) -> list[float | None]:
-    """Return mean -log p of the sampled tokens in each fifth of the answers, in nats; None without tokens."""
-    surprisals: list[list[float]] = [[] for _ in range(5)]
-    for episode in episodes:
-        length = len(episode.token_ids)
-        for position, (logprob, own) in enumerate(
-            zip(episode.logprobs.tolist(), episode.loss_mask.tolist(), strict=True)
-        ):
-            if own:
-                surprisals[5 * position // length].append(-logprob)
-    return [fmean(values) if values else None for values in surprisals]
 
 
 def _mean_length(bins: Mapping[str, Bin]) -> float:
@@ -138,15 +110,6 @@ def _summarize_answers(episodes: Sequence[Episode]) -> dict[tuple[str, bool], di
             "truncated": sum(episode.truncated for episode in group) / len(group),
         }
         for key, group in groups.items()
-    }
-
-
-def _shape(episodes: Sequence[Episode]) -> dict[str, Any]:
-    count = max(len(episodes), 1)
-    return {
-        "stopped": sum(episode.finish_reason == "stop" for episode in episodes) / count,
-        "repetitive": sum(is_repetitive(episode.text) for episode in episodes) / count,
-        "surprisal": surprisal_by_fifth(episodes),
     }
 
 
