@@ -16,7 +16,7 @@ from perilune.data.episodes_file import read_episodes, write_episodes
 from perilune.data.spans import critical_steps, total_steps
 from perilune.environments import Task, Transcript
 from perilune.errors import RequestError
-from perilune.rollout.groups import Groups
+from perilune.rollout.groups import Groups, flatten
 from perilune.rollout.sub_agents import SubAgents
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker, session_seed
@@ -209,23 +209,19 @@ def test_record_refuses_episodes_with_sub_agents() -> None:
     origin = Origin(
         run="r",
         stage="s",
-        file="f",
         environment=TEAM,
         section=TEAM,
         seed=0,
-        max_tokens=PARAMS.max_tokens,
-        temperature=1.0,
-        stop_token_ids=ENDS,
-        positions=None,
+        sampling={"max_tokens": PARAMS.max_tokens, "temperature": 1.0, "stop_token_ids": ENDS},
         tokenizer="t",
         checkpoint=None,
     )
     with Replayer(lambda _: TOKENIZER) as replayer:
-        record = record_episodes([episode for group in groups for episode in group], origin, replayer)
+        cassettes, refused = record_episodes(flatten(groups), "f", origin, replayer)
     own = [episode for group in groups for episode in group if not episode.is_sub_agent]
     with_agents = sum(bool(episode.spans) for episode in own)
-    assert len(record.cassettes) == len(own) - with_agents
-    assert sum(record.refused.values()) == with_agents > 0
+    assert len(cassettes) == len(own) - with_agents
+    assert refused.total() == with_agents > 0
 
 
 @pytest.mark.parametrize("trained", [False, True])

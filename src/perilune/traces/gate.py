@@ -1,7 +1,7 @@
 """Runs a suite: plays its cases, asks the oracle, and compares recorded with replayed rewards."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from perilune.metrics.bootstrap import Interval, paired_difference
@@ -29,7 +29,7 @@ class CaseResult:
             "cause": self.case.cause,
             "held_out": self.case.held_out,
             "passed": not self.differences,
-            "differences": [difference.document() for difference in self.differences],
+            "differences": list(map(asdict, self.differences)),
         }
 
 

@@ -8,7 +8,7 @@ writes; mode `exact` does.
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -46,9 +46,6 @@ class Difference:
     where: str
     recorded: str
     replayed: str
-
-    def document(self) -> dict[str, str]:
-        return asdict(self)
 
     def __str__(self) -> str:
         return f"{self.where}: {self.recorded} -> {self.replayed}"

@@ -7,7 +7,7 @@ of an opponent, a reward model, clocks and networks inside a tool.
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
 from typing import Any
 
@@ -29,40 +29,31 @@ class Origin:
     """The settings of a run that apply to one of its files of episodes.
 
     Attributes:
-        run, stage, file: see `Source`.
+        run, stage: see `Source`.
         environment: the environment section, with paths that exist here.
         section: the same as the recipe has it, which goes into the cassette.
         system: system message before every prompt.
-        options: top_p, top_k and min_p, if the stage has them.
+        sampling: see `Sampling`, without key and sample.
         tokenizer, checkpoint: digests, see `Cassette`.
     """
 
     run: str
     stage: str
-    file: str
     environment: Mapping[str, Any]
     section: Mapping[str, Any]
     seed: int
-    max_tokens: int
-    temperature: float
-    stop_token_ids: tuple[int, ...]
-    positions: int | None
+    sampling: dict[str, Any]
     tokenizer: str
     checkpoint: str | None
     system: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Recording:
-    """The cassettes, and the number of episodes that could not be recorded by reason."""
+def record_episodes(
+    episodes: Sequence[Episode], file: str, origin: Origin, replayer: Replayer
+) -> tuple[list[Cassette], Counter[str]]:
+    """Record episodes of one file; also return the number that could not be recorded by reason.
 
-    cassettes: tuple[Cassette, ...]
-    refused: Mapping[str, int]
-
-
-def record_episodes(episodes: Sequence[Episode], origin: Origin, replayer: Replayer) -> Recording:
-    """Record episodes of one file. Those of all players of a rollout make one cassette.
+    The episodes of all players of a rollout make one cassette.
 
     Raises:
         RequestError: when the environment cannot be made.
@@ -77,7 +68,7 @@ def record_episodes(episodes: Sequence[Episode], origin: Origin, replayer: Repla
             refused["the environment no longer has its task"] += 1
             continue
         try:
-            drafts.append(_draft_cassette(members, task, origin, environment))
+            drafts.append(_draft_cassette(members, task, file, origin, environment))
         except PeriluneError as error:
             refused[error.what] += 1
     environment.close()
@@ -89,7 +80,7 @@ def record_episodes(episodes: Sequence[Episode], origin: Origin, replayer: Repla
             refused[f"it does not replay, {diffs[0].kind}: {_NUMBERS.sub('', diffs[0].where)}"] += 1
         else:
             kept.append(cassette)
-    return Recording(tuple(kept), dict(refused))
+    return kept, refused
 
 
 def group_rollouts(episodes: Sequence[Episode]) -> list[list[Episode]]:
@@ -118,22 +109,15 @@ def find_tasks(environment: Environment, ids: set[str], seed: int, system: str =
 
 
 def _draft_cassette(
-    members: Sequence[Episode], task: Task, origin: Origin, environment: Environment
+    members: Sequence[Episode], task: Task, file: str, origin: Origin, environment: Environment
 ) -> Cassette:
     """Return the cassette of the episodes of one rollout, before it was played."""
     step, index, *_, sample = members[0].episode_id.split("/")
-    sampling = Sampling(
-        key=(members[0].seed, int(step), int(index)),
-        sample=int(sample),
-        max_tokens=origin.max_tokens,
-        temperature=origin.temperature,
-        stop_token_ids=origin.stop_token_ids,
-        positions=origin.positions,
-        **origin.options,
-    )
+    key = (members[0].seed, int(step), int(index))
+    sampling = Sampling(key=key, sample=int(sample), **origin.sampling)
     stop = tuple(getattr(find_part(environment, task), "stop_texts", ()))
     versions = {int(version) for episode in members for version in episode.policy_version[episode.loss_mask]}
-    source = Source(run=origin.run, stage=origin.stage, file=origin.file, episode_id=members[0].episode_id)
+    source = Source(run=origin.run, stage=origin.stage, file=file, episode_id=members[0].episode_id)
     return Cassette(
         source=source,
         environment=dict(origin.section),

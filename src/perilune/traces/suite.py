@@ -112,7 +112,7 @@ class Suite:
         changed = self.index.model_copy(update={"cases": tuple(cases)})
         lines: list[str] = []
         for before, after in zip(self.index.cases, cases, strict=True):
-            old, new = (_expected_lines(case, self.cassettes[case.digest]) for case in (before, after))
+            old, new = (_expected_lines(self.expected(case)) for case in (before, after))
             name = f"{before.digest[:12]} {before.cause}"
             lines += difflib.unified_diff(old, new, name, name, lineterm="", n=2)
         write_json(self.root / INDEX_FILE, changed.model_dump(mode="json"))
@@ -142,11 +142,11 @@ def write_suite(
             "the folder holds a suite", where=str(root), remedy="give another --out, or remove it"
         )
     for _, cassette in cassettes:
-        write_atomic(_make_folder(root / "cassettes") / f"{cassette.digest}.json", cassette.to_bytes())
+        write_atomic(root / "cassettes" / f"{cassette.digest}.json", cassette.to_bytes())
     for digest in {cassette.tokenizer for _, cassette in cassettes}:
-        tokenizers[digest].save(_make_folder(root / "tokenizers" / digest))
+        tokenizers[digest].save(root / "tokenizers" / digest)
     index = SuiteIndex(where=where, cases=tuple(case for case, _ in cassettes))
-    write_json(_make_folder(root) / INDEX_FILE, index.model_dump(mode="json"))
+    write_json(root / INDEX_FILE, index.model_dump(mode="json"))
     return Suite(root)
 
 
@@ -157,14 +157,8 @@ def tokenizer_digest(folder: Path) -> str:
     return sha256_bytes(json.dumps(files).encode())
 
 
-def _make_folder(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def _expected_lines(case: Case, cassette: Cassette) -> list[str]:
+def _expected_lines(expected: Sequence[Expectation]) -> list[str]:
     """Return the expectations of a case for a diff: one line per figure or message."""
-    expected = tuple(map(make_expectation, cassette.tracks)) if case.accepted is None else case.accepted
     document = [expectation.model_dump(mode="json") for expectation in expected]
     return json.dumps(document, indent=1, ensure_ascii=False, sort_keys=True).splitlines()
 

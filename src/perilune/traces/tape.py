@@ -12,16 +12,11 @@ from perilune.rollout.worker import Progress, RolloutWorker
 from perilune.traces.cassette import Cassette
 
 
+@dataclass(frozen=True)
 class NoEngine:
     """An engine that only knows the context window: every turn is on the tape."""
 
-    def __init__(self, positions: int | None) -> None:
-        self._positions = positions
-
-    @property
-    def positions(self) -> int | None:
-        """Most tokens of prompt and sample together."""
-        return self._positions
+    positions: int | None
 
     def sample(
         self,

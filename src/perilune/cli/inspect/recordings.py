@@ -50,13 +50,13 @@ def record_targets(targets: Sequence[str], where: str, most: int) -> RecordedEpi
                 fitting = [rows for rows in group_rollouts(read_episodes(path)) if any(map(condition, rows))]
                 count += len(fitting)
                 chosen = fitting[:: max(1, -(-len(fitting) // most))]
-                temperature = 0.0 if path == attempt.greedy_file else origin.temperature
-                file_origin = replace(origin, file=path.name, temperature=temperature)
+                greedy = {"temperature": 0.0} if path == attempt.greedy_file else {}
+                file_origin = replace(origin, sampling=origin.sampling | greedy)
                 for start in range(0, len(chosen), EPISODES_PER_CHUNK):
                     episodes = [item for rows in chosen[start : start + EPISODES_PER_CHUNK] for item in rows]
-                    batch = record_episodes(episodes, file_origin, replayer)
-                    recorded.cassettes |= {cassette.digest: cassette for cassette in batch.cassettes}
-                    recorded.refused.update(batch.refused)
+                    cassettes, refused = record_episodes(episodes, path.name, file_origin, replayer)
+                    recorded.cassettes |= {cassette.digest: cassette for cassette in cassettes}
+                    recorded.refused += refused
     _require_some(count, where, targets)
     return recorded
 
@@ -108,21 +108,24 @@ def _origin(stage: StageView, attempt: Attempt, recorded: RecordedEpisodes) -> O
         tokenizer.save(saved)
         digest = tokenizer_digest(Path(saved))
     recorded.tokenizers[digest] = tokenizer
+    sampling = {
+        "max_tokens": job.spec["max_tokens"],
+        "temperature": float(job.spec.get("temperature") or 1.0),
+        "stop_token_ids": tuple(
+            dict.fromkeys((*CheckpointFolder(folder).end_tokens(), tokenizer.eos_token_id))
+        ),
+        "positions": read_json(folder / "config.json").get("max_position_embeddings"),
+    }
     return Origin(
         run=stage.run_id,
         stage=stage.name,
-        file="",
         environment=job.at(attempt.root).environment,
         section=job.environment,
         seed=job.seed,
-        max_tokens=job.spec["max_tokens"],
-        temperature=float(job.spec.get("temperature") or 1.0),
-        stop_token_ids=tuple(dict.fromkeys((*CheckpointFolder(folder).end_tokens(), tokenizer.eos_token_id))),
-        positions=read_json(folder / "config.json").get("max_position_embeddings"),
+        sampling=sampling | (job.spec.get("sampling") or {}),
         tokenizer=digest,
         checkpoint=next((item.digest for item in job.inputs if item.name in ("checkpoint", "model")), None),
         system=system if isinstance(system := job.spec.get("system"), str) else "",
-        options=job.spec.get("sampling") or {},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -214,7 +215,7 @@ def fork_command(
     if as_json:
         print_json(document)
         return
-    text = f"{rate.mean:.1%} ({rate.low:.1%} to {rate.high:.1%})" if rate else "no score"
+    text = f"{rate:.1%}" if rate else "no score"
     echo(f"{samples} continuations after turn {after}: pass rate {text}, recorded reward {recorded}")
 
 
@@ -315,7 +316,7 @@ def _print_report(report: GateReport) -> None:
     if report.change is not None and report.recorded is not None and report.replayed is not None:
         echo(
             f"mean reward {report.recorded.mean:.3f} recorded, {report.replayed.mean:.3f} replayed, paired "
-            f"change {report.change.mean:+.3f} ({report.change.low:+.3f} to {report.change.high:+.3f})"
+            f"change {report.change:+.3f}"
         )
 
 
@@ -342,7 +343,7 @@ def _run_exact(suite: Suite, part: Part, checkpoint: str | None, *, as_json: boo
     failed = [(item, found) for item, found in results if found]
     if as_json:
         listed = [
-            {"digest": item.digest, "passed": not found, "differences": [diff.document() for diff in found]}
+            {"digest": item.digest, "passed": not found, "differences": list(map(asdict, found))}
             for item, found in results
         ]
         counts = {"cases": len(own), "failed": len(failed), "other_weights": len(cassettes) - len(own)}
