@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from perilune.errors import RequestError
-from perilune.files import read_regular
 from perilune.recipe.problems import Problem, ProblemsError
 
-MAX_TEMPLATE_BYTES = 1 << 20  # bytes
 CONFIG_FILE = "config.json"  # the file that every Hugging Face model has
 
 
@@ -46,24 +44,6 @@ def find_model(path: str, base: Path) -> Path:
         what = f"model.path: {error.where}: {error.what}"
         raise ProblemsError([Problem(("model", "path"), what, error.remedy)]) from None
     return folder
-
-
-def read_chat_template(path: str, base: Path) -> str:
-    """Read the chat template in the file `path` (relative to `base`).
-
-    Raises:
-        ProblemsError: when the file cannot be read.
-    """
-    file = (base / Path(path).expanduser()).absolute()
-    try:
-        return read_regular(file, MAX_TEMPLATE_BYTES).decode("utf-8")
-    except RequestError as error:
-        what = f"model.chat_template: {file} cannot be read: {error.what}"
-        raise ProblemsError([Problem(("model", "chat_template"), what, error.remedy)]) from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        what = f"model.chat_template: {file} cannot be read: {reason}"
-        raise ProblemsError([Problem(("model", "chat_template"), what)]) from None
 
 
 def _find_in_home(name: str) -> Path | None:

@@ -8,11 +8,13 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn, TypeGuard, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from perilune.errors import RequestError
+from perilune.files import read_regular
 from perilune.plural import plural
 from perilune.recipe.aliases import ALIASES, REMEDIES, find_alias
 from perilune.recipe.source import KeyPath
@@ -23,6 +25,7 @@ _MAX_LISTED_NAMES = 16  # names that an error lists next to the closest one
 
 _MAX_FURTHER_PROBLEMS = 6  # problems that an error lists after the first
 
+_MAX_FILE_BYTES = 1 << 20  # bytes of a file that a recipe names: reward functions, a chat template
 _BUT = " but "  # between the value and what it should be
 
 _YAML_TERMS = {  # pydantic speaks of JSON
@@ -88,6 +91,22 @@ def raise_problems(problems: Sequence[Problem], locate: Callable[[KeyPath], str]
         others[_MAX_FURTHER_PROBLEMS:] = [RequestError(plural(hidden, "further error"))]
     first.others = others
     raise first
+
+
+def read_text(file: Path, path: KeyPath) -> str:
+    """Return the text of the file that the key at `path` names.
+
+    Raises:
+        ProblemsError: when the file cannot be read.
+    """
+    what = f"{'.'.join(map(str, path))}: {file} cannot be read"
+    try:
+        return read_regular(file, _MAX_FILE_BYTES).decode("utf-8")
+    except RequestError as error:
+        raise ProblemsError([Problem(path, f"{what}: {error.what}", error.remedy)]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ProblemsError([Problem(path, f"{what}: {reason}")]) from None
 
 
 def validate(model: type[ModelT], value: Any, path: KeyPath, label: str) -> ModelT:

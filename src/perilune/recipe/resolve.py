@@ -22,9 +22,14 @@ from perilune.errors import RequestError
 from perilune.extensions import is_file_reference
 from perilune.files import get_field, replace_field
 from perilune.recipe.aliases import TASK_REMEDIES
-from perilune.recipe.model_files import find_model, read_chat_template
-from perilune.recipe.problems import Problem, ProblemsError, raise_problems, suggest_name, validate
-from perilune.recipe.reward_files import read_reward_source, read_reward_terms, read_source, read_source_files
+from perilune.recipe.model_files import find_model
+from perilune.recipe.problems import Problem, ProblemsError, raise_problems, read_text, suggest_name, validate
+from perilune.recipe.reward_files import (
+    read_reward_sources,
+    read_reward_terms,
+    read_source,
+    read_source_files,
+)
 from perilune.recipe.schema import (
     MODEL,
     VERIFIER,
@@ -100,8 +105,9 @@ def _resolve_model_paths(model: ModelSpec, document: Document, folder: Path) -> 
     if model.path is not None:
         update["path"] = str(find_model(model.path, _base_folder(document, ("model", "path"), folder)))
     if model.chat_template is not None:
-        base = _base_folder(document, ("model", "chat_template"), folder)
-        update["chat_template"] = read_chat_template(model.chat_template, base)
+        key = ("model", "chat_template")
+        file = _base_folder(document, key, folder) / Path(model.chat_template).expanduser()
+        update["chat_template"] = read_text(file.absolute(), key)
     return model.model_copy(update=update)
 
 
@@ -110,12 +116,8 @@ def _load_rewards(recipe: Recipe, document: Document, folder: Path) -> dict[str,
     if isinstance(recipe.rewards.get(VERIFIER), RewardFunction):
         what = f"rewards.{VERIFIER} is the environment's own verifier; give a weight, or rename the function"
         raise ProblemsError([Problem(("rewards", VERIFIER), what)])
-    rewards = {
-        name: read_reward_source(name, term, _base_folder(document, ("rewards", name, "function"), folder))
-        if isinstance(term, RewardFunction)
-        else term
-        for name, term in recipe.rewards.items()
-    }
+    base = partial(_base_folder, document, folder=folder)
+    rewards = read_reward_sources(recipe.rewards, base, ("rewards",))
     if not recipe.environment:  # empty if it was invalid, which is reported already
         return rewards
     if not rewards:

@@ -5,15 +5,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from perilune.errors import RequestError
 from perilune.extensions import CodeReference, is_file_reference
-from perilune.files import read_regular
 from perilune.frozen import Frozen
-from perilune.recipe.problems import Problem, ProblemsError, raise_problems, suggest_name, validate
+from perilune.recipe.problems import (
+    Problem,
+    ProblemsError,
+    raise_problems,
+    read_text,
+    suggest_name,
+    validate,
+)
 from perilune.recipe.schema import RewardFunction, Weight, add_rewards
 from perilune.recipe.source import KeyPath
-
-MAX_SOURCE_BYTES = 1 << 20  # bytes of a file with reward functions
 
 
 class _Terms(Frozen):
@@ -47,27 +50,24 @@ def read_reward_terms(value: Any, base: Callable[[KeyPath], Path], where: KeyPat
         ProblemsError: with all errors.
     """
     terms = validate(_Terms, {"rewards": value}, where[:-1], ".".join(map(str, where[:-1]))).rewards
-    rewards = {
-        name: read_reward_source(name, term, base((*where, name, "function")), where)
-        if isinstance(term, RewardFunction)
-        else term
-        for name, term in terms.items()
-    }
-    return dict(add_rewards({}, rewards).get("rewards", {}))
+    return dict(add_rewards({}, read_reward_sources(terms, base, where)).get("rewards", {}))
 
 
-def read_reward_source(
-    name: str, term: RewardFunction, base: Path, where: KeyPath = ("rewards",)
-) -> RewardFunction:
-    """Return the reward `name` with the source text of its file (relative to `base`), if it has a file.
+def read_reward_sources(
+    terms: Mapping[str, float | RewardFunction], base: Callable[[KeyPath], Path], where: KeyPath
+) -> dict[str, float | RewardFunction]:
+    """Return the terms, each function of a file with the source text of the file.
 
     Raises:
-        ProblemsError: when the file cannot be read, is not Python, or does not define the function.
+        ProblemsError: when a file cannot be read, is not Python, or does not define the function.
     """
-    if not is_file_reference(term.function) or term.source is not None:
-        return term
-    path = (*where, name, "function")
-    return term.model_copy(update={"source": read_source(term.function, base, path)})
+    read = dict(terms)
+    for name, term in terms.items():
+        if isinstance(term, RewardFunction) and is_file_reference(term.function) and term.source is None:
+            path = (*where, name, "function")
+            source = read_source(term.function, base(path), path)
+            read[name] = term.model_copy(update={"source": source})
+    return read
 
 
 def read_source_file(reference: str, base: Path, location: str) -> str:
@@ -132,16 +132,9 @@ def read_source(reference: str, base: Path, path: KeyPath) -> str:
     location, _, attribute = reference.rpartition(":")
     key = ".".join(map(str, path))
     file = (base / Path(location).expanduser()).absolute()
+    text = read_text(file, path).removeprefix("\ufeff")
     try:
-        text = read_regular(file, MAX_SOURCE_BYTES).decode("utf-8-sig")
         defined = [name for node in ast.parse(text, str(file)).body for name in _defined_names(node)]
-    except RequestError as error:
-        raise ProblemsError(
-            [Problem(path, f"{key}: {file} cannot be read: {error.what}", error.remedy)]
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ProblemsError([Problem(path, f"{key}: {file} cannot be read: {reason}")]) from None
     except (RecursionError, MemoryError):
         raise ProblemsError([Problem(path, f"{key}: {file} is nested too deeply")]) from None
     except SyntaxError as error:

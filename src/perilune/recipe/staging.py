@@ -1,11 +1,11 @@
 """Turns the files that a job names into inputs of its bundle."""
 
-from importlib import import_module
 from pathlib import Path
 
 from perilune.bundle.job import InputReference, Job
 from perilune.bundle.plugin import consumed_fields, environment_fields, file_fields, load_plugin
 from perilune.files import get_field, replace_field
+from perilune.recipe.resolve import import_environment_registry
 
 
 def stage_files(job: Job) -> tuple[Job, dict[str, Path]]:
@@ -40,8 +40,7 @@ def _stage_data(job: Job) -> tuple[Job, dict[str, Path]]:
 
 def _stage_environments(job: Job) -> tuple[Job, dict[str, Path]]:
     """Stage the files of the job's environment, and of those that its spec names."""
-    # Imported by name: see `resolve.import_environment_registry`.
-    registry = import_module("perilune.environments.core.registry")
+    registry = import_environment_registry()
     parts, references = {"environment": job.environment, "spec": job.spec}, list(job.inputs)
     sections = {"environment": job.environment}
     for field in environment_fields(load_plugin(job.task).spec):

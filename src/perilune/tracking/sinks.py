@@ -63,4 +63,4 @@ def open_sink(name: str, directory: Path, run: TrackedRun) -> Sink:
         raise RequestError(
             f"{name} cannot be imported: {error}", remedy="pip install 'perilune[tracking]'"
         ) from None
-    return cast(Sink, module.open_run(directory, run))
+    return cast(Sink, module.Tracker(directory, run))

@@ -9,7 +9,7 @@ os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer versions refus
 from mlflow.entities import Metric, Param, Run
 from mlflow.tracking import MlflowClient
 
-from perilune.tracking.sinks import Sink, TrackedRun
+from perilune.tracking.sinks import TrackedRun
 from perilune.tracking.trail import Figures
 
 RUN_TAG = "perilune.run"
@@ -17,8 +17,8 @@ MAX_PARAMETER_CHARACTERS = 500  # characters of a parameter; MLflow refuses more
 _FORBIDDEN = re.compile(r"[^\w\-. :/]")  # in a metric's name
 
 
-class MLflow:
-    """One run in one experiment."""
+class Tracker:
+    """One run in one experiment. An earlier copy of the run is deleted, and can be restored in MLflow."""
 
     after = 0
 
@@ -53,8 +53,3 @@ class MLflow:
     def close(self, *, failed: bool = False) -> None:
         """Record the end of the run."""
         self._client.set_terminated(self._run.info.run_id, "FAILED" if failed else "FINISHED")
-
-
-def open_run(directory: Path, run: TrackedRun) -> Sink:
-    """Start the run. An earlier copy of the run is deleted, and can be restored in MLflow."""
-    return MLflow(directory, run)

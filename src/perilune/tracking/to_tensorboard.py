@@ -6,12 +6,12 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from perilune.tracking.sinks import Sink, TrackedRun
+from perilune.tracking.sinks import TrackedRun
 from perilune.tracking.trail import Figures
 
 
-class TensorBoard:
-    """One run's event file."""
+class Tracker:
+    """One run's event file; a new one replaces it."""
 
     after = 0
 
@@ -32,8 +32,3 @@ class TensorBoard:
     def close(self, *, failed: bool = False) -> None:
         """Flush and close the file."""
         self._writer.close()
-
-
-def open_run(directory: Path, run: TrackedRun) -> Sink:
-    """Start a new event file for the run."""
-    return TensorBoard(directory, run)

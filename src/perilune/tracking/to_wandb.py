@@ -9,12 +9,12 @@ os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")  # seconds for a server to ans
 import wandb
 
 from perilune.errors import WorkFailedError
-from perilune.tracking.sinks import Sink, TrackedRun
+from perilune.tracking.sinks import TrackedRun
 from perilune.tracking.trail import Figures
 
 
-class WandB:
-    """One run in the project of its experiment.
+class Tracker:
+    """One run in the project of its experiment: a new offline folder, or the run continued on the server.
 
     Online, wandb reads the key from WANDB_API_KEY itself; offline it needs none. Perilune sends neither code
     nor data about the machine, its user or its environment.
@@ -58,8 +58,3 @@ class WandB:
     def close(self, *, failed: bool = False) -> None:
         """Close the file, or wait until the server has all figures."""
         self._run.finish(exit_code=int(failed))
-
-
-def open_run(directory: Path, run: TrackedRun) -> Sink:
-    """Start a new offline folder, or continue the run on the server."""
-    return WandB(directory, run)
