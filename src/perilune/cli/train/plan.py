@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING, Any, TextIO
 from perilune.bundle.machine import require_device, require_memory
 from perilune.bundle.plugin import MemoryNeed, load_plugin
 from perilune.cli.output import format_for_terminal
-from perilune.cli.train.plan_checks import check_heldout, check_job, check_texts, check_weights
+from perilune.cli.train.plan_checks import (
+    check_heldout,
+    check_job,
+    check_texts,
+    check_weights,
+    find_scoring_failure,
+)
 from perilune.cli.units import format_duration, format_size
-from perilune.environments import Failure, Transcript, make_environment
 from perilune.environments.core.registry import REWARDS
 from perilune.environments.core.rewards import CALL_ERROR_PREFIX
 from perilune.errors import RequestError
+from perilune.files import canonical_json
 from perilune.recipe.schema import MODEL, build_job
 from perilune.recipe.tokenizers import find_foreign_character
 
@@ -82,14 +88,10 @@ def _try_reward_functions(recipe: Recipe) -> None:
 
     for section in distinct_environments(recipe):
         if any(isinstance(term, Mapping) for term in section.get(REWARDS, {}).values()):
-            from perilune.verifiers import Scorer
-
-            task = next(iter(make_environment(section).tasks("train", recipe.seed)), None)
-            with Scorer(section) as scorer:
-                (outcome,) = scorer.score([] if task is None else [(task, Transcript("0"))]) or (None,)
-            if isinstance(outcome, Failure) and outcome.reason.startswith(CALL_ERROR_PREFIX):
+            reason = find_scoring_failure(canonical_json(section), recipe.seed, "0")
+            if reason.startswith(CALL_ERROR_PREFIX):
                 raise RequestError(
-                    outcome.reason,
+                    reason,
                     where=REWARDS,
                     remedy="a function takes prompts, completions, and columns of the tasks, or **columns",
                 )

@@ -26,7 +26,7 @@ from perilune.files import canonical_json
 
 if TYPE_CHECKING:
     from perilune.bundle.job import Job
-    from perilune.environments.core.protocol import Outcome, Split, Task
+    from perilune.environments.core.protocol import Split, Task
     from perilune.recipe.schema import Recipe
 
 TEXT_TASKS = 32  # training tasks whose characters are checked
@@ -148,12 +148,9 @@ def _require_terms(job: Job) -> None:
     rewards = job.environment.get(REWARDS, {})
     if all(name == VERIFIER_TERM or isinstance(term, Mapping) for name, term in rewards.items()):
         return
-    task = next(iter(make_environment(job.environment).tasks("train", job.seed)), None)
-    if task is None:
-        return
-    (outcome,) = _score(job, [(task, Transcript(""))])
-    if isinstance(outcome, Failure) and outcome.reason.startswith("no reward term"):
-        raise RequestError(outcome.reason, where=REWARDS, remedy="correct the name, or write a function")
+    reason = find_scoring_failure(canonical_json(job.environment), job.seed, "")
+    if reason.startswith("no reward term"):
+        raise RequestError(reason, where=REWARDS, remedy="correct the name, or write a function")
 
 
 def _task_warnings(job: Job) -> Iterator[str]:
@@ -190,20 +187,20 @@ def _verifier_warnings(job: Job) -> Iterator[str]:
     for section in part_sections(job.environment).values() or (job.environment,):
         functions = any(isinstance(term, Mapping) for term in section.get(REWARDS, {}).values())
         if (functions or is_file_reference(section["id"])) and (
-            reason := _scoring_failure(canonical_json(section), job.seed)
+            reason := find_scoring_failure(canonical_json(section), job.seed, "0")
         ):
             yield f"{section['id']} fails to score the answer '0' to its first task: {reason}"
 
 
 @cache
-def _scoring_failure(section: bytes, seed: int) -> str:
+def find_scoring_failure(section: bytes, seed: int, answer: str) -> str:
     """Return the reason that an answer to the first training task cannot be scored; "" if it can."""
     from perilune.verifiers import Scorer
 
     whole = json.loads(section)
     with Scorer(whole) as scorer:
         tasks = islice(make_environment(whole).tasks("train", seed), 1)
-        outcomes = scorer.score([(task, Transcript("0")) for task in tasks])
+        outcomes = scorer.score([(task, Transcript(answer)) for task in tasks])
     return "".join(outcome.reason for outcome in outcomes if isinstance(outcome, Failure))
 
 
@@ -226,10 +223,12 @@ def _teacher_warnings(job: Job) -> Iterator[str]:
         )
     from perilune.data.texts import Text, find_missing_character
     from perilune.models.text.template_facts import recipe_tokenizer
+    from perilune.verifiers import Scorer
 
     answers = (Text("the teacher's answers", text) for item in candidates for text in item.transcript.actions)
     _require_tokens(find_missing_character(answers, recipe_tokenizer(job.model).lacks))
-    outcomes = _score(job, [(candidate.task, candidate.transcript) for candidate in candidates])
+    with Scorer(job.environment) as scorer:
+        outcomes = scorer.score([(candidate.task, candidate.transcript) for candidate in candidates])
     failed = [outcome.reason for outcome in outcomes if isinstance(outcome, Failure)]
     if len(failed) == len(outcomes):
         yield f"the verifier fails on all of the teacher's first {len(outcomes)} answers: {failed[0]}"
@@ -238,10 +237,3 @@ def _teacher_warnings(job: Job) -> Iterator[str]:
             f"the verifier rejects the teacher's answers to all of the first {len(candidates)} tasks:"
             f" '{teacher.name}' may not fit {environment.id}"
         )
-
-
-def _score(job: Job, items: list[tuple[Task, Any]]) -> list[Outcome]:
-    from perilune.verifiers import Scorer
-
-    with Scorer(job.environment) as scorer:
-        return scorer.score(items)
