@@ -320,7 +320,7 @@ def test_daily_cap_counts_actual_runtime_until_machine_is_gone(
     key = rented(control, fleet, rental)
     with control.store.transaction() as session:
         row, now = session.get_one(Machine, key), Instant.now()
-        row.leased = Instant("an earlier boot", 0.0, now.wall - age * 3600.0).asdict()
+        row.leased = Instant("an earlier boot", 0.0, now.wall - age * 3600.0)._asdict()
         row.ended = time.time() - (age - gone_cost / 0.4) * 3600.0 if state is GONE else None
         row.state, row.cost = state.value, gone_cost
         counted = cost_today([row])

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from perilune.plural import plural
 from perilune.ui.attempt import Attempt
 from perilune.ui.provenance import Pairs, Provenance, find_model, format_document, stage_facts
 from perilune.ui.view import ExperimentView, StageView
@@ -163,7 +164,7 @@ def describe_data(summary: Mapping[str, Any]) -> str:
     if not isinstance(data, Mapping) or not all(isinstance(data.get(name), int) for name in names):
         return ""
     rare = "".join(f", {data[name]:,} {name}" for name in ("dropped", "truncated") if data[name])
-    rows = f"{data['rows']:,} row{'s' * (data['rows'] != 1)}"
+    rows = plural(data["rows"], "row")
     return f"{rows}{rare}, {data['tokens']:,} tokens, {data['learned']:,} with loss"
 
 

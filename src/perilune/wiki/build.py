@@ -93,9 +93,7 @@ class Wiki:
 
     def write(self, name: str, text: str) -> None:
         """Write a file, creating its folder."""
-        path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, text)
+        write_atomic(self.root / name, text)
 
 
 def compile_wiki(wiki: Wiki, facts: Facts, *, overwrite: bool = False) -> BuildResult:

@@ -106,7 +106,6 @@ def read_facts(control: Control, cache: Path | None = None) -> list[RunFacts]:
         result.append(facts)
     if cache is not None and (changed or len(known) > len(result)):
         kept = {run.id: known[run.id] for run in result}
-        cache.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(cache, canonical_json(kept))
     return result
 

@@ -77,5 +77,4 @@ def _result_path(home: Home, run_id: str, number: int) -> Path:
 def _write_signed(path: Path, home: Home, statement: dict[str, object]) -> None:
     envelope = SigningKey(home.keys).sign(statement)
     with storage_errors("keep a signed statement", path):
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, envelope)

@@ -58,7 +58,7 @@ def cost_today(machines: Iterable[Machine]) -> float:
 
 
 def _cost_last_day(machine: Machine, now: Instant) -> float:
-    age, spent = now.since(Instant.parse(machine.leased)), accrued_cost(machine, now)
+    age, spent = now.since(Instant(**machine.leased)), accrued_cost(machine, now)
     if machine.price <= 0:
         return 0.0
     ended = age - spent / machine.price * 3600.0  # seconds ago; 0 while it lives
@@ -79,7 +79,7 @@ def lease_seconds(machine: Machine) -> float:
 
 def lease_seconds_left(machine: Machine) -> float:
     """Return the seconds until the end of a machine's lease; negative after it."""
-    return lease_seconds(machine) - Instant.now().since(Instant.parse(machine.leased))
+    return lease_seconds(machine) - Instant.now().since(Instant(**machine.leased))
 
 
 def max_total_cost(machine: Machine) -> float:
@@ -127,4 +127,4 @@ def accrued_cost(machine: Machine, now: Instant | None = None) -> float:
     """Return the upper bound of a machine's cost since its request; its final cost once it is gone."""
     if machine.state == MachineState.GONE:
         return machine.cost
-    return compute_cost(machine.price, (now or Instant.now()).since(Instant.parse(machine.leased)))
+    return compute_cost(machine.price, (now or Instant.now()).since(Instant(**machine.leased)))

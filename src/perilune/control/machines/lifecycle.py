@@ -93,7 +93,7 @@ class Fleet:
                 kind=rental.kind,
                 price=price,
                 lease=rental.lease.model_dump(),
-                leased=Instant.now().asdict(),
+                leased=Instant.now()._asdict(),
                 created=time.time(),
             )
             for rank in range(nodes)
@@ -160,7 +160,7 @@ class Fleet:
             state=MachineState(machine.state),
             lease=Lease.model_validate(machine.lease),
             price=machine.price,
-            leased=Instant.parse(machine.leased),
+            leased=Instant(**machine.leased),
             asked=_parse_instant(machine.asked),
             refused=bool(machine.refused),
             missing_since=_parse_instant(machine.missing_since),
@@ -194,9 +194,9 @@ class Fleet:
                         why=sighting.why,
                     )
                 row.notice = row.notice or noticed
-                row.unseen_since = (row.unseen_since or now.asdict()) if silent else None
+                row.unseen_since = (row.unseen_since or now._asdict()) if silent else None
                 if _has_same_attempt(row, machine):
-                    row.idle_since = (row.idle_since or now.asdict()) if idle else None
+                    row.idle_since = (row.idle_since or now._asdict()) if idle else None
 
     def _find_desire(self, session: Session, machine: Machine) -> Desire:
         attempt = session.get(Attempt, (machine.run_id, machine.epoch))
@@ -228,7 +228,7 @@ class Fleet:
     def _record_missing(self, now: _Look, missing: bool) -> None:
         with self.store.transaction() as session:
             row = session.get_one(Machine, now.machine.key)
-            row.missing_since = (row.missing_since or now.time.asdict()) if missing else None
+            row.missing_since = (row.missing_since or now.time._asdict()) if missing else None
             _record_machine_event(session, row, "machine.missing" if missing else "machine.found")
 
     def _create(self, machine: Machine, recorded: RecordedMachine) -> None:
@@ -240,7 +240,7 @@ class Fleet:
             row = session.get_one(Machine, machine.key)
             if row.state != MachineState.REQUESTED:
                 return
-            row.asked = asked.asdict()
+            row.asked = asked._asdict()
             key = record_intent(session, session.get_one(Attempt, (row.run_id, row.epoch)), "create")
         kill_point("create.intended")
         lifetime = max(1.0, recorded.lease.max_seconds(machine.price) - asked.since(recorded.leased))
@@ -366,4 +366,4 @@ def _record_machine_event(session: Session, row: Machine, kind: str, **detail: A
 
 
 def _parse_instant(fields: dict[str, Any] | None) -> Instant | None:
-    return None if fields is None else Instant.parse(fields)
+    return None if fields is None else Instant(**fields)

@@ -21,7 +21,7 @@ from perilune.control.machines.panic import RENTING_STOPPED, renting_is_stopped
 from perilune.control.machines.sweep import SWEEP_INTERVAL_S, terminate_unrecorded
 from perilune.control.record.clock import Instant
 from perilune.control.record.faults import kill_point
-from perilune.control.record.ledger import require_current
+from perilune.control.record.ledger import ensure_staging, require_current
 from perilune.control.record.store import Attempt, Machine, Run, move_attempt, record_event
 from perilune.control.record.transitions import AttemptState, MachineState, RunState
 from perilune.errors import PeriluneError, RequestError
@@ -263,9 +263,7 @@ class Rentals:
     def _begin_staging(self, attempt: Attempt) -> None:
         if attempt.state == AttemptState.PROVISIONING:
             with self.fleet.store.transaction() as session:
-                row = require_current(session, attempt)
-                if row.state == AttemptState.PROVISIONING:
-                    move_attempt(session, row, AttemptState.STAGING)
+                ensure_staging(session, attempt)
             attempt.state = AttemptState.STAGING.value
 
     def _evacuate(self, placement: RentedPlacement, attempt: Attempt, assigned: Assignment) -> bool:

@@ -56,7 +56,7 @@ def _record_expired(fleet: Fleet, provider: str, machine: RentedMachine, now: In
             price=machine.price,
             lease=EXPIRED_LEASE.model_dump(),
             remote_id=machine.id,
-            leased=began.asdict(),
+            leased=began._asdict(),
             created=time.time(),
         )
         session.add(row)

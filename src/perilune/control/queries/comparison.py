@@ -19,6 +19,7 @@ from perilune.errors import RequestError
 from perilune.files import canonical_json, read_json
 from perilune.metrics.across_seeds import MIN_SEEDS, SeedComparison, compare_over_seeds, t_interval
 from perilune.metrics.bootstrap import Interval, bootstrap_problems
+from perilune.plural import plural
 
 ABSENT_SETTING = "–"  # the value of a setting that an arm does not have
 DEFAULT_FIGURE = "pass@1"
@@ -338,8 +339,7 @@ def describe_difference(difference: Difference, *, is_share: bool) -> str:
     if len(difference.seeds.differences) >= MIN_SEEDS or difference.tasks is None:
         return difference.seeds.describe(is_share=is_share)
     mean, low, high = (f"{100 * value:+.1f}" for value in difference.tasks)
-    seeds = len(difference.seeds.differences)
-    few = f"{seeds} seed{'s' * (seeds > 1)}: no claim"
+    few = f"{plural(len(difference.seeds.differences), 'seed')}: no claim"
     return f"{mean} points ({low} to {high} over {difference.task_count} tasks; {few})"
 
 

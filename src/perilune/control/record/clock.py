@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import NamedTuple
 
 from perilune.execution.processes import boot_id
 
 
-@dataclass(frozen=True, slots=True)
-class Instant:
+class Instant(NamedTuple):
     """A moment on this machine's clock.
 
     Attributes:
@@ -26,15 +24,6 @@ class Instant:
     @classmethod
     def now(cls) -> Instant:
         return cls(boot_id(), boot_seconds(), time.time())
-
-    @classmethod
-    def parse(cls, fields: dict[str, Any]) -> Instant:
-        """Read the fields that `asdict` wrote."""
-        return cls(str(fields["boot"]), float(fields["seconds"]), float(fields["wall"]))
-
-    def asdict(self) -> dict[str, Any]:
-        """Return the moment as JSON-serializable fields."""
-        return asdict(self)
 
     def since(self, earlier: Instant) -> float:
         """Return the seconds since `earlier`, at least 0. After a reboot the wall clock decides."""

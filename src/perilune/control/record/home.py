@@ -118,8 +118,12 @@ class Home:
 
     def newest_attempt(self, run_id: str) -> int:
         """Return the highest attempt number that has a directory; 0 if there is none."""
+        return max(self.attempt_numbers(run_id), default=0)
+
+    def attempt_numbers(self, run_id: str) -> list[int]:
+        """Return the numbers of the attempts that have a directory, in order."""
         attempts = (self.run(run_id) / "attempts").glob("*")
-        return max((int(path.name) for path in attempts if path.name.isdecimal()), default=0)
+        return sorted(int(path.name) for path in attempts if path.name.isdecimal())
 
     def create_reserve(self) -> None:
         """Reserve disk space, so that the database can still be written once the disk is full."""

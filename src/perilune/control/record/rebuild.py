@@ -179,8 +179,7 @@ def _find_experiment(
 
 
 def _rebuild_attempts(home: Home, run: Run, template: Template | None) -> Iterator[Attempt]:
-    folder = home.run(run.id) / "attempts"
-    numbers = sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
+    numbers = home.attempt_numbers(run.id)
     for number in numbers:
         placement = "local" if template is None else template.placement.name
         launcher = "process" if template is None or template.container is None else template.container.name
@@ -189,7 +188,7 @@ def _rebuild_attempts(home: Home, run: Run, template: Template | None) -> Iterat
             number=number,
             placement=placement,
             launcher=launcher,
-            created=(folder / str(number)).stat().st_mtime,
+            created=home.attempt(run.id, number).stat().st_mtime,
         )
         verdict = _read_verdict(home, run.id, number)
         if verdict is not None:

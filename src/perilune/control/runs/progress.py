@@ -99,14 +99,11 @@ def explain_failure(event: StageFailed) -> PeriluneError:
             "cancelled", where=where, remedy="run the same command to continue from its last checkpoint"
         )
     what, _, own_remedy = (event.message or event.cause).partition(f"\n{REMEDY_PREFIX}")
-    tail = f"\n  end of its log:\n{_indent(event.log_tail)}" if event.cause == Cause.CRASHED else ""
+    log = "".join(f"\n    {line}" for line in event.log_tail.splitlines())
+    tail = f"\n  end of its log:{log}" if event.cause == Cause.CRASHED else ""
     remedy = f"perilune logs {event.run_id}; or run the same command to retry from the last checkpoint"
     if event.cause == Cause.DISK_FULL:
         remedy = "free some space (`perilune gc` lists files to delete), then run the same command again"
     elif kind is RequestError:
         remedy = "fix that, then run the same command again"
     return kind(what + tail, where=where, remedy=own_remedy or remedy)
-
-
-def _indent(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines())
