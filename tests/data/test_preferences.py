@@ -64,7 +64,7 @@ def test_choose_pairs_skips_similar_texts_and_large_length_gaps() -> None:
 
 def test_preferences_round_trip_through_file(tmp_path: Path) -> None:
     record = make_pair(answer("good\n", 1.0), answer("bad", 0.25), source="sampled/sft")
-    assert write_preferences(tmp_path / "preferences.jsonl", [record]) == 1
+    write_preferences(tmp_path / "preferences.jsonl", [record])
     (row,) = read_rows(tmp_path)
     assert parse_preference(row.value, row.place) == record
     assert record.prompt == ({"role": "user", "content": "ask"},)

@@ -151,13 +151,7 @@ class Episode:
             tokens = unsampled_tokens(tokenizer.encode_completion(text))
         else:
             text = tokenizer.decode(completion.token_ids.tolist())
-            tokens = {
-                "token_ids": completion.token_ids,
-                "loss_mask": np.ones(len(completion.token_ids), np.bool_),
-                "logprobs": completion.logprobs,
-                "policy_version": completion.policy_version,
-                "finish_reason": completion.finish_reason,
-            }
+            tokens = sampled_tokens(completion)
         metrics = {} if task.difficulty is None else {"difficulty": float(task.difficulty)}
         return cls(
             episode_id=f"{group_id}/{sample}",
@@ -211,6 +205,17 @@ class Episode:
     def sampled(self) -> int:
         """Number of tokens that the policy sampled."""
         return int(self.loss_mask.sum())
+
+
+def sampled_tokens(completion: SampledTokens) -> dict[str, Any]:
+    """Return the token fields of an episode that is one completion."""
+    return {
+        "token_ids": completion.token_ids,
+        "loss_mask": np.ones(len(completion.token_ids), np.bool_),
+        "logprobs": completion.logprobs,
+        "policy_version": completion.policy_version,
+        "finish_reason": completion.finish_reason,
+    }
 
 
 def unsampled_tokens(token_ids: Sequence[int] | NDArray[np.int32]) -> dict[str, Any]:

@@ -87,11 +87,9 @@ def choose_pairs(
     return pairs
 
 
-def write_preferences(path: Path, records: Iterable[PreferenceRecord]) -> int:
-    """Write records as canonical JSON Lines, completely or not at all; return their number."""
-    rows = [asdict(record) for record in records]
-    write_json_lines(path, rows)
-    return len(rows)
+def write_preferences(path: Path, records: Iterable[PreferenceRecord]) -> None:
+    """Write records as canonical JSON Lines, completely or not at all."""
+    write_json_lines(path, map(asdict, records))
 
 
 def _digest(*texts: Sequence[Message]) -> str:

@@ -4,14 +4,12 @@ import hashlib
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
-from importlib import import_module
-from typing import Any
 from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perilune.errors import RequestError
+from perilune.errors import requires_extra
 
 PERMUTATIONS = 64
 SHINGLE_CHARACTERS = 5  # characters
@@ -30,7 +28,8 @@ def minhash_signature(text: str) -> NDArray[np.uint32]:
     Raises:
         RequestError: when datasketch is not installed.
     """
-    MinHash = _import_package("datasketch").MinHash
+    with requires_extra("data", "the package datasketch is required"):
+        from datasketch import MinHash
     plain = " ".join(split_words(text)) or text
     shingles = {
         plain[start : start + SHINGLE_CHARACTERS]
@@ -49,16 +48,9 @@ def detect_language(text: str) -> str:
     """
     if not any(map(str.isalpha, text)):
         return "und"
-    return str(_import_package("py3langid").classify(text)[0])
-
-
-def _import_package(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        raise RequestError(
-            f"the package {error.name} is required", remedy="pip install 'perilune[data]'"
-        ) from None
+    with requires_extra("data", "the package py3langid is required"):
+        import py3langid
+    return str(py3langid.classify(text)[0])
 
 
 class Contamination:

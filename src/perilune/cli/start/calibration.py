@@ -271,7 +271,7 @@ def _sample_groups(model: Decoder, tokens: int) -> list[tuple[Episode, ...]]:
     """Return groups of sampled episodes with about `tokens` tokens in total."""
     import numpy as np
 
-    from perilune.data.episode import Episode
+    from perilune.data.episode import Episode, sampled_tokens
     from perilune.engine.engine import Engine
     from perilune.engine.request import Prompt, SamplingParams
 
@@ -290,12 +290,8 @@ def _sample_groups(model: Decoder, tokens: int) -> list[tuple[Episode, ...]]:
                 seed=0,
                 messages=(),
                 prompt_ids=row,
-                token_ids=answer.token_ids,
-                loss_mask=np.ones(len(answer.token_ids), np.bool_),
-                logprobs=answer.logprobs,
-                policy_version=answer.policy_version,
-                finish_reason="stop",
                 reward=float(sample % 2),
+                **sampled_tokens(answer),
             )
             for sample, answer in enumerate(group)
         )

@@ -6,7 +6,6 @@ from typing import ClassVar
 from perilune.data.generators.scripted import ScriptedTeacher
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import Task
-from perilune.errors import RequestError
 
 
 class CalculatorTeacher(ScriptedTeacher):
@@ -18,16 +17,9 @@ class CalculatorTeacher(ScriptedTeacher):
 
     name = "calculator"
     strategies: ClassVar = {"calculator": 0.3, "guess": 0.7}
+    supports = ("actions", "the environment 'calculator'")
 
     def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:
-        """Calls of the calculator, and the answer.
-
-        Raises:
-            RequestError: when the task is not one of the environment calculator.
-        """
-        if "actions" not in task.data:
-            raise RequestError(
-                "the calculator teacher supports only the environment 'calculator'", where="teacher"
-            )
+        """Calls of the calculator, and the answer."""
         actions: Sequence[str] = task.data["actions"]
         return actions if strategy == "calculator" else actions[-1:]

@@ -22,15 +22,14 @@ class OolongTeacher(ScriptedTeacher):
 
     name = "oolong"
     strategies: ClassVar = {"worked": 1.0, "direct": 0.0}
+    supports = ("zipf", "the oolong environment")
 
     def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:
         """Return the answer.
 
         Raises:
-            RequestError: when the task is of another environment, or in English with the strategy worked.
+            RequestError: when the task is in English with the strategy worked.
         """
-        if "zipf" not in task.data:
-            raise RequestError("the oolong teacher supports only the oolong environment", where="teacher")
         (answer,) = task.data["actions"]
         if strategy == "direct":
             return (answer,)

@@ -24,17 +24,14 @@ class PlanningTeacher(ScriptedTeacher):
 
     name = "planning"
     strategies: ClassVar = {"worked": 1.0, "direct": 0.0, "mended": 0.0}
+    supports = ("planted", "the planning environments")
 
     def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:
         """Return the proposals.
 
         Raises:
-            RequestError: when the task is of another environment, or mended is used with a single proposal.
+            RequestError: when mended is used with a single proposal.
         """
-        if "planted" not in task.data:
-            raise RequestError(
-                "the planning teacher supports only the planning environments", where="teacher"
-            )
         best = read_answer(task, task.data["actions"][-1])
         assert best is not None
         written = write_answer(task, best, worked=strategy != "direct")

@@ -17,10 +17,14 @@ class ScriptedTeacher(ABC):
     """Base of scripted teachers. Subclasses define `strategies` and `script`.
 
     A digest of seed and task decides the strategy, so it does not depend on other tasks.
+
+    Attributes:
+        supports: a key in the data of the supported tasks, and their environment in words; None: any task.
     """
 
     name: str
     strategies: ClassVar[Mapping[str, float]]
+    supports: ClassVar[tuple[str, str] | None] = None
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         self.shares = dict(shares)
@@ -43,10 +47,14 @@ class ScriptedTeacher(ABC):
         """Yield at most one candidate per task.
 
         Raises:
-            RequestError: as `script`, and after `MAX_SKIPPED` tasks in a row that are skipped.
+            RequestError: as `script`, when the teacher does not support a task, and after `MAX_SKIPPED` tasks
+                in a row that are skipped.
         """
         skipped = 0
         for task in tasks:
+            if self.supports and self.supports[0] not in task.data:
+                what = f"the {self.name} teacher supports only {self.supports[1]}"
+                raise RequestError(what, where="teacher")
             strategy = self.strategy(task, seed)
             actions = self.script(task, strategy, KeyedRandom(seed, task.task_id))
             skipped = 0 if actions else skipped + 1

@@ -7,7 +7,6 @@ from perilune.data.generators.scripted import ScriptedTeacher
 from perilune.environments.builtin.wide_lookup.lines import END, JOIN, SPAWN, folding_actions, serial_actions
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import Task
-from perilune.errors import RequestError
 
 FOLD_EVERY = 3  # shards
 
@@ -24,17 +23,10 @@ class WideLookupTeacher(ScriptedTeacher):
 
     name = "wide_lookup"
     strategies: ClassVar = {"serial": 0.9, "parallel": 0.1, "repeated": 0.0, "folded": 0.0}
+    supports = ("shards", "the environment 'wide_lookup'")
 
     def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:
-        """Return the actions of all agents, in the order in which the environment asks for them.
-
-        Raises:
-            RequestError: when the task is of another environment.
-        """
-        if "shards" not in task.data:
-            raise RequestError(
-                "the wide_lookup teacher supports only the environment 'wide_lookup'", where="teacher"
-            )
+        """Return the actions of all agents, in the order in which the environment asks for them."""
         values: Mapping[str, str] = task.data["values"]
         if strategy == "repeated":
             return serial_actions(values, repeat=True)

@@ -6,7 +6,7 @@ A tiny decoder chooses one of a few arms. One arm is rewarded, and must become l
 import numpy as np
 import torch
 
-from perilune.data.episode import Episode
+from perilune.data.episode import Episode, sampled_tokens
 from perilune.engine.engine import Engine
 from perilune.engine.request import Completion, Prompt, SamplingParams
 from perilune.errors import REPORT_BUG, WorkFailedError
@@ -103,12 +103,8 @@ def _episode(one: Completion, name: str, reward: float) -> Episode:
         seed=0,
         messages=(),
         prompt_ids=np.array(_PROMPT, np.int32),
-        token_ids=one.token_ids,
-        loss_mask=np.ones(len(one.token_ids), np.bool_),
-        logprobs=one.logprobs,
-        policy_version=one.policy_version,
-        finish_reason="stop",
         reward=reward * (one.token_ids[-1] == _REWARDED),
+        **sampled_tokens(one),
     )
 
 
