@@ -5,9 +5,9 @@ predicts nothing, so it is not fed. Episodes without weight are left out. The we
 the denominator of the whole step, so the losses of micro-batches of any size add up to the loss of the step.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from perilune.data.episode import Episode
 from perilune.errors import RequestError, WorkFailedError
 from perilune.learn.replay import pack_routes
 from perilune.learn.weights import COMPONENTS, PPO, Surrogate, WeightedGroup, aggregate
+
+T = TypeVar("T")
 
 Pair = tuple[Episode, Episode]
 """Two answers to one prompt; the first is better."""
@@ -168,17 +170,26 @@ def pack(
     groups = list(groups)
     denominators = {name: _denominator(groups, name) for name in COMPONENTS}
     surrogate, value_clip = _shared_loss(groups)
-    bins: list[list[_Item]] = [[]]
-    room = token_budget
-    for group in groups:
-        for chunk, cost in _chunks(_weighted_items(group, denominators), token_budget):
-            if cost > room and bins[-1]:
-                bins.append([])
-                room = token_budget
-            bins[-1].extend(chunk)
-            room -= cost
-    packed = (_pack_bin(items, temperature) for items in bins if items)
+    chunks = [
+        chunk for group in groups for chunk in _chunks(_weighted_items(group, denominators), token_budget)
+    ]
+    bins = split_by_cost(chunks, lambda chunk: chunk[1], token_budget)
+    packed = (_pack_bin([item for items, _ in part for item in items], temperature) for part in bins)
     return [replace(batch, surrogate=surrogate, value_clip=value_clip) for batch in packed]
+
+
+def split_by_cost(items: Iterable[T], cost: Callable[[T], int], budget: int) -> Iterator[list[T]]:
+    """Yield runs of items that cost at most `budget` together; an item that costs more is alone."""
+    run: list[T] = []
+    room = budget
+    for item in items:
+        if run and cost(item) > room:
+            yield run
+            run, room = [], budget
+        run.append(item)
+        room -= cost(item)
+    if run:
+        yield run
 
 
 def _shared_loss(groups: Sequence[WeightedGroup]) -> tuple[Surrogate, float]:
@@ -191,19 +202,18 @@ def _shared_loss(groups: Sequence[WeightedGroup]) -> tuple[Surrogate, float]:
 
 
 def _denominator(groups: Sequence[WeightedGroup], name: str) -> float:
-    components = (group.component(name) for group in groups)
-    return sum(component.denominator for component in components if component is not None)
+    return sum(group.components[name].denominator for group in groups if name in group.components)
 
 
 def _weighted_items(group: WeightedGroup, denominators: dict[str, float]) -> list[_Item]:
     """Return the episodes with weights, divided by the denominator of the whole step."""
     items = []
     for index, episode in enumerate(group.episodes):
-        weights = {}
-        for name in COMPONENTS:
-            component = group.component(name)
-            if component is not None and component.weights[index].any():
-                weights[name] = (component.weights[index] / denominators[name]).astype(np.float32)
+        weights = {
+            name: (component.weights[index] / denominators[name]).astype(np.float32)
+            for name, component in group.components.items()
+            if component.weights[index].any()
+        }
         if weights:
             if len(episode.prompt_ids) == 0:
                 raise WorkFailedError(f"episode {episode.episode_id} has an empty prompt")

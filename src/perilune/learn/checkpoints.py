@@ -24,7 +24,6 @@ MANIFEST = "manifest.json"
 
 def write(directory: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
     """Write one safetensors file per name in `tensors`, and `state` as JSON; replaces an older checkpoint."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.tmp")
     try:
         for name, values in tensors.items():

@@ -34,7 +34,7 @@ def check_weights(groups: Sequence[WeightedGroup], *, centred: bool, sparse: boo
             advantage or reach few of its tokens; when the advantages of a group do not add up to 0.
     """
     for group in groups:
-        for name, component in _components(group):
+        for name, component in group.components.items():
             _check_component(group, name, component)
         if group.advantages is None:
             continue
@@ -73,7 +73,7 @@ def check_packed(groups: Sequence[WeightedGroup], batches: Sequence[PackedBatch]
             f"episode {min(missing)} has weights and is in no micro-batch", remedy=REPORT_BUG
         )
     for name in COMPONENTS:
-        components = [part for group in groups if (part := group.component(name)) is not None]
+        components = [group.components[name] for group in groups if name in group.components]
         denominator = math.fsum(component.denominator for component in components)
         arrays = [w.astype(np.float64) for component in components for w in component.weights]
         packed = [
@@ -94,16 +94,10 @@ def check_packed(groups: Sequence[WeightedGroup], batches: Sequence[PackedBatch]
                 )
 
 
-def _components(group: WeightedGroup) -> Iterator[tuple[str, Component]]:
-    for name in COMPONENTS:
-        if (component := group.component(name)) is not None:
-            yield name, component
-
-
 def _weighted_episodes(group: WeightedGroup) -> Iterator[Episode]:
     """Iterate over the episodes with a weight on any token."""
     for index, episode in enumerate(group.episodes):
-        if any(component.weights[index].any() for _, component in _components(group)):
+        if any(component.weights[index].any() for component in group.components.values()):
             yield episode
 
 

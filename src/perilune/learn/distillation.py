@@ -21,7 +21,7 @@ from torch import Tensor
 
 from perilune.data.episode import Episode
 from perilune.errors import RequestError
-from perilune.learn.batch import PackedBatch, pack_each
+from perilune.learn.batch import PackedBatch, pack_each, split_by_cost
 from perilune.learn.losses import MAX_LOG_RATIO
 from perilune.learn.trainer import Learner, predicting_states
 from perilune.models.decoder import Decoder
@@ -84,16 +84,12 @@ def split_chunks(
         for episode, prompt, gain in zip(episodes, teacher_prompts, gains, strict=True)
         if episode.loss_mask.any()
     ]
-    batch: list[tuple[Episode, Episode, float]] = []
-    room = token_budget
-    for item in items:
-        cost = max(len(item[0].prompt_ids), len(item[1].prompt_ids)) + len(item[0].token_ids)
-        if batch and cost > room:
-            yield _pack_batch(batch, temperature)
-            batch, room = [], token_budget
-        batch.append(item)
-        room -= cost
-    if batch:
+
+    def cost(item: tuple[Episode, Episode, float]) -> int:
+        student, teacher, _ = item
+        return max(len(student.prompt_ids), len(teacher.prompt_ids)) + len(student.token_ids)
+
+    for batch in split_by_cost(items, cost, token_budget):
         yield _pack_batch(batch, temperature)
 
 

@@ -15,7 +15,7 @@ import math
 
 import numpy as np
 
-from perilune.data.episode import Episode
+from perilune.data.episode import Episode, unsampled_tokens
 from perilune.errors import RequestError
 from perilune.learn.algorithms import Algorithm, StepContext, algorithm
 
@@ -65,7 +65,6 @@ def _advantages(chosen: Algorithm, successes: int, group_size: int) -> tuple[flo
 
 
 def _episode(index: int, reward: float) -> Episode:
-    zero = np.zeros(1, np.int32)
     return Episode(
         episode_id=f"0/0/{index}",
         group_id="0",
@@ -73,11 +72,7 @@ def _episode(index: int, reward: float) -> Episode:
         environment="binary",
         seed=0,
         messages=(),
-        prompt_ids=zero,
-        token_ids=zero,
-        loss_mask=np.ones(1, np.bool_),
-        logprobs=np.zeros(1, np.float32),
-        policy_version=zero,
-        finish_reason="stop",
+        prompt_ids=np.zeros(1, np.int32),
         reward=reward,
+        **unsampled_tokens([0]),
     )

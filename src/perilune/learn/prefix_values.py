@@ -6,7 +6,7 @@ values of all prefixes of many episodes. It feeds each episode once, and lead an
 Prefixes that several episodes share are computed once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perilune.data.episode import Episode
-from perilune.learn.batch import PackedBatch
+from perilune.learn.batch import PackedBatch, split_by_cost
 from perilune.learn.trainer import token_logprobs
 from perilune.models.decoder import Decoder
 
@@ -64,7 +64,7 @@ def prefix_values(
         known |= dict.fromkeys(new, 0.0)
         if new:
             fresh.append(replace(probe, prefixes=list(new.values())))
-    for batch in _batches(fresh, token_budget):
+    for batch in split_by_cost(fresh, lambda probe: probe.fed, token_budget):
         packed = _pack(batch, temperature)
         logprobs = token_logprobs(decoder, packed).cpu().numpy().astype(np.float64)
         start = 0
@@ -78,19 +78,6 @@ def prefix_values(
             values = np.minimum(combined, 0.0) / probe.answers[0]
             known |= dict(zip(map(probe.key, probe.prefixes), values.tolist(), strict=True))
     return [np.array([known[probe.key(prefix)] for prefix in probe.prefixes]) for probe in probes]
-
-
-def _batches(probes: Sequence[Probe], token_budget: int) -> Iterator[list[Probe]]:
-    batch: list[Probe] = []
-    fed = 0
-    for probe in probes:
-        if batch and fed + probe.fed > token_budget:
-            yield batch
-            batch, fed = [], 0
-        batch.append(probe)
-        fed += probe.fed
-    if batch:
-        yield batch
 
 
 def _pack(probes: Sequence[Probe], temperature: float) -> PackedBatch:

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from perilune.data.episode import Episode
 from perilune.frozen import Frozen
-from perilune.learn.advantages import DEAD_STD, STD_EPSILON
+from perilune.learn.advantages import DEAD_STD, STD_EPSILON, spread
 from perilune.learn.algorithms.base import Algorithm, PolicyGradient, StepContext
 from perilune.learn.name_or_section import NameOrSection
 from perilune.learn.weights import Component, WeightedGroup
@@ -130,10 +130,10 @@ def _apply_to_group(
     scale = compute_scale(group.episodes, parts, settings)
     used = [values if count else None for values, count in zip(scale, component.counts, strict=True)]
     with_nan = [np.nan if values is None else values for values in used]
-    spread = algorithm.component(group.episodes, with_nan, context).weights
+    scaled = algorithm.component(group.episodes, with_nan, context).weights
     weights = tuple(
         old if values is None else (old + new if settings.role == "bonus" else new)
-        for old, new, values in zip(component.weights, spread, used, strict=True)
+        for old, new, values in zip(component.weights, scaled, used, strict=True)
     )
     dead = group.dead and not any(values is not None and values.any() for values in used)
     return replace(group, policy_gradient=Component(weights, component.counts), dead=dead)
@@ -145,7 +145,7 @@ Parts = Sequence[Segments | None]
 
 def _bonus_scale(episodes: Sequence[Episode], parts: Parts, settings: ProcessRewardSettings) -> Scale:
     inner = np.concatenate([np.zeros(0), *(part[1][:-1] for part in parts if part is not None)])
-    std = float(inner.std(ddof=1)) if len(inner) > 1 else 0.0
+    std = spread(inner)
     mean = float(inner.mean()) if len(inner) else 0.0
     factor = settings.weight / (std + STD_EPSILON) if std >= DEAD_STD else 0.0
 
@@ -196,7 +196,7 @@ def _figures(episodes: Sequence[Episode], parts: Parts) -> dict[str, float]:
     figures = {
         "process/without": 1 - len(rewarded) / len(judged),
         "process/segments": float(np.mean([len(part[1]) for _, part in rewarded])),
-        "process/std": float(inner.std(ddof=1)) if len(inner) > 1 else 0.0,
+        "process/std": spread(inner),
     }
     right = [part for episode, part in rewarded if (episode.reward or 0.0) >= PASS_THRESHOLD]
     wrong = [part for episode, part in rewarded if (episode.reward or 0.0) < PASS_THRESHOLD]

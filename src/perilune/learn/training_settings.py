@@ -13,6 +13,7 @@ from perilune.learn.off_policy import OffPolicySettings
 from perilune.learn.weights import KLEstimator
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.memory import adapter_parameters, check_base_kind
+from perilune.plural import plural
 
 
 class AlgorithmSettings(Frozen):
@@ -105,7 +106,7 @@ class OptimizerSettings(Frozen):
     def describe_schedule(self, steps: int) -> str:
         """Describe the learning rate over `steps` training steps, for the plan."""
         if steps < self.warmup:
-            rise = f"rises to {self.peak_lr * steps / self.warmup:g} in {steps} step{'s' * (steps != 1)}"
+            rise = f"rises to {self.peak_lr * steps / self.warmup:g} in {plural(steps, 'step')}"
             return f"{rise}, because the warm-up to {self.peak_lr:g} takes {self.warmup}"
         start = f"{self.peak_lr:g} after {self.warmup} warm-up steps"
         if self.schedule == "constant" or self.final_lr == 1:

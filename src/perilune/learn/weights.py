@@ -116,10 +116,11 @@ class WeightedGroup:
     dead: bool = False
     figures: Mapping[str, float] = field(default_factory=dict)
 
-    def component(self, name: str) -> Component | None:
-        """Return one of the `COMPONENTS`, or None."""
-        component: Component | ValueTargets | None = getattr(self, name)
-        return component.component if isinstance(component, ValueTargets) else component
+    @property
+    def components(self) -> dict[str, Component]:
+        """Those of the `COMPONENTS` that the group has."""
+        parts = {name: getattr(self, name) for name in COMPONENTS if getattr(self, name) is not None}
+        return parts | ({"value": self.value.component} if self.value is not None else {})
 
 
 COMPONENTS = ("policy_gradient", "cross_entropy", "reference_kl", "entropy", "value")

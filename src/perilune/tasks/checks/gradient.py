@@ -308,7 +308,7 @@ def _loss_inputs(twin: Twin, weighted: Sequence[WeightedGroup], name: str) -> _T
         return torch.from_numpy(np.concatenate(parts))
 
     targets = [group.value for group in weighted if group.value is not None]
-    components = [component for group in weighted if (component := group.component(name)) is not None]
+    components = [group.components[name] for group in weighted if name in group.components]
     denominator = sum(sum(component.counts) for component in components)
     weights = learned([array for component in components for array in component.weights]) / denominator
     none = torch.zeros_like(weights)

@@ -162,14 +162,9 @@ def apply_importance_weights(
 
 def _scale_group(group: WeightedGroup, factor: float) -> WeightedGroup:
     changed: dict[str, Any] = {
-        name: _scale_component(part, factor)
-        for name in ("policy_gradient", "cross_entropy", "reference_kl", "entropy")
-        if (part := getattr(group, name)) is not None
+        name: Component(tuple(np.float32(factor) * weights for weights in part.weights), part.counts)
+        for name, part in group.components.items()
     }
     if group.value is not None:
-        changed["value"] = replace(group.value, component=_scale_component(group.value.component, factor))
+        changed["value"] = replace(group.value, component=changed["value"])
     return replace(group, **changed)
-
-
-def _scale_component(part: Component, factor: float) -> Component:
-    return Component(tuple(np.float32(factor) * weights for weights in part.weights), part.counts)
