@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(slots=True)
@@ -19,11 +20,11 @@ class Stopwatch:
     _processor_began: float = field(default_factory=time.process_time)
 
     @contextmanager
-    def time_learning(self) -> Iterator[None]:
-        """Add the seconds of the block to `learning`."""
+    def measure(self, part: Literal["sampling", "scoring", "learning", "process_rewards"]) -> Iterator[None]:
+        """Add the seconds of the block to a part."""
         start = time.perf_counter()
         yield
-        self.learning += time.perf_counter() - start
+        setattr(self, part, getattr(self, part) + time.perf_counter() - start)
 
     @property
     def elapsed(self) -> float:

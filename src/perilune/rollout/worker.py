@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -101,21 +100,18 @@ class RolloutWorker:
             self.opponents.prepare(step)
         indices = self.ranks.shard(range(first, first + len(tasks)))
         tasks = self.ranks.shard(tasks)
-        began = time.perf_counter()
-        sessions = Sessions(self.scorer.processes, self.environment)
-        with self._scoring_watchdog(len(tasks) * samples):
+        with watch.measure("scoring"), self._scoring_watchdog(len(tasks) * samples):
+            sessions = Sessions(self.scorer.processes, self.environment)
             rollouts = self._begin(sessions, tasks, samples, step, indices)
-        watch.scoring += time.perf_counter() - began
         self.play_to_end(sessions, rollouts, params, samples=samples, watch=watch, on_progress=on_progress)
-        began = time.perf_counter()
-        groups = [
-            group
-            for start in range(0, len(rollouts), samples)
-            for group in self.build_groups(rollouts[start : start + samples], params)
-        ]
-        if self.learned_reward is not None:
-            groups = self.learned_reward.rescore(groups)
-        watch.scoring += time.perf_counter() - began
+        with watch.measure("scoring"):
+            groups = [
+                group
+                for start in range(0, len(rollouts), samples)
+                for group in self.build_groups(rollouts[start : start + samples], params)
+            ]
+            if self.learned_reward is not None:
+                groups = self.learned_reward.rescore(groups)
         groups = gather_groups(groups, self.ranks, watch)
         check_failure_limit(flatten(groups), self.scorer.settings, f"step {step}")
         return groups
@@ -136,10 +132,8 @@ class RolloutWorker:
             samples: number of samples of each key among the rollouts.
         """
         try:
-            start = time.perf_counter()
-            with self._scoring_watchdog(len(rollouts)):
+            with watch.measure("scoring"), self._scoring_watchdog(len(rollouts)):
                 self.observe(rollouts, params)
-            watch.scoring += time.perf_counter() - start
             while due := [rollout for rollout in rollouts if not rollout.is_over]:
                 self._play_round(sessions, due, params, samples=samples, watch=watch, on_progress=on_progress)
                 if on_progress is not None:
@@ -179,8 +173,7 @@ class RolloutWorker:
         on_progress: Progress | None,
     ) -> None:
         """Sample the due turns of the rollouts, and pass them to the environment."""
-        start = time.perf_counter()
-        with Watchdog("sampling") as wait:
+        with watch.measure("sampling"), Watchdog("sampling") as wait:
 
             def progress(finished: int, total: int) -> None:
                 wait.progress()
@@ -190,21 +183,21 @@ class RolloutWorker:
             turns = [turn for rollout in due for turn in rollout.due if not turn.trajectory.is_refused]
             contexts = [turn.trajectory.context() for turn in turns]
             completions = self.sample_turns(turns, contexts, samples, params, progress)
-        watch.sampling += time.perf_counter() - start
         watch.tokens += sum(len(completion.token_ids) for completion in completions)
 
-        start = time.perf_counter()
-        texts = map(self.text, completions)
-        sampled = dict(zip(turns, map(SampledTurn, contexts, completions, texts), strict=True))
-        actions = {rollout: rollout.take(sampled) for rollout in due}
-        active = [rollout for rollout in due if not rollout.is_over]
-        with self._scoring_watchdog(sum(len(actions[rollout]) for rollout in active)):
-            sessions.step([(rollout.session, actions[rollout], rollout.has_finished) for rollout in active])
-            for rollout in active:
-                check_scored_text(rollout, actions[rollout])
-                rollout.advance()
-            self.observe([rollout for rollout in active if not rollout.is_over], params)
-        watch.scoring += time.perf_counter() - start
+        with watch.measure("scoring"):
+            texts = map(self.text, completions)
+            sampled = dict(zip(turns, map(SampledTurn, contexts, completions, texts), strict=True))
+            actions = {rollout: rollout.take(sampled) for rollout in due}
+            active = [rollout for rollout in due if not rollout.is_over]
+            with self._scoring_watchdog(sum(len(actions[rollout]) for rollout in active)):
+                sessions.step(
+                    [(rollout.session, actions[rollout], rollout.has_finished) for rollout in active]
+                )
+                for rollout in active:
+                    check_scored_text(rollout, actions[rollout])
+                    rollout.advance()
+                self.observe([rollout for rollout in active if not rollout.is_over], params)
 
     def sample_turns(
         self,

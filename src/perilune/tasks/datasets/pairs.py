@@ -38,7 +38,6 @@ def run(workspace: Workspace, spec: PairsSpec) -> dict[str, Any]:
     chosen = [pair for group in groups for pair in choose(group)]
     episodes = [episode for group in groups for episode in group]
     figures = outcome_figures(episodes, f"stage {workspace.job.stage}")
-    workspace.episodes.mkdir(exist_ok=True)
     write_episodes(workspace.episodes / "step-000000.parquet", episodes)
     if not chosen:
         raise WorkFailedError(

@@ -50,7 +50,7 @@ def run(workspace: Workspace, spec: DistillSpec) -> dict[str, Any]:
 
         def step(done: int, watch: Stopwatch) -> StepReport:
             episodes, advantages, figures = source.batch(done, watch)
-            with watch.time_learning():
+            with watch.measure("learning"):
                 prompts = teacher_prompts(episodes, teacher, spec.system)
                 parts = split_chunks(
                     episodes, prompts, spec.token_budget, advantages=advantages, temperature=spec.temperature
@@ -84,7 +84,6 @@ class _Source:
             reader = RowReader(policy.tokenizer, policy.decoder.config.max_position_embeddings)
             self._data = Demonstrations([workspace.input("data")], reader, seed, with_messages=True)
         self._on_policy = np.random.default_rng([seed, SCHEDULE]).random(spec.steps) < spec.on_policy
-        workspace.episodes.mkdir(exist_ok=True)
 
     def start(self, done: int, publisher: Publisher) -> None:
         self._publisher = publisher

@@ -65,7 +65,6 @@ def run(workspace: Workspace, spec: EvaluateSpec) -> dict[str, Any]:
             on_progress=lambda done, _: workspace.progress(sampled + done, total, "answers"),
         )
 
-    workspace.episodes.mkdir(exist_ok=True)
     episodes = flatten(groups)
     write_episodes(workspace.episodes / "step-000000.parquet", episodes)
     write_episodes(workspace.episodes / "greedy.parquet", [group[0] for group in greedy])

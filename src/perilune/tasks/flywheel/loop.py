@@ -49,7 +49,7 @@ def run(workspace: Workspace, spec: FlywheelSpec) -> dict[str, Any]:
             if rounds.stalled:
                 return None
             sampled = rounds.sample(done + 1, watch)
-            with watch.time_learning():
+            with watch.measure("learning"):
                 rounds.train(done + 1)
             return rounds.evaluate(done + 1, sampled, watch)
 

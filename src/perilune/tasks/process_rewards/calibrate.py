@@ -67,7 +67,6 @@ def run(workspace: Workspace, spec: CalibrateSpec) -> dict[str, Any]:
         **outcome_figures(episodes, player.environment.id),
         **calibration_summary(answers, seed),
     }
-    workspace.episodes.mkdir(exist_ok=True)
     write_episodes(workspace.episodes / "step-000000.parquet", episodes)
     workspace.metric(0, **calibration_metrics(summary))
     workspace.timing(0, **watch.figures() | {"values": valued - began, "play": played - valued})

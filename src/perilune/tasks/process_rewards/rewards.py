@@ -1,6 +1,5 @@
 """Process rewards: cut episodes into segments, compute the value of each prefix, take differences."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -97,15 +96,14 @@ class ProcessRewards:
     def reward(self, tasks: Sequence[Task], groups: Groups, step: int, watch: Stopwatch) -> Groups:
         """Return the groups of these tasks, with process rewards for the episodes that can have them."""
         assert self.settings is not None
-        start = time.perf_counter()
-        segmented = self.segment(tasks, groups)
-        weight = self.settings.weight if self.settings.role == "reward" else 1.0
-        rewards = {
-            segment.episode.episode_id: step_rewards(segment, weight * potentials)
-            for segment, potentials in zip(segmented, self.potentials(segmented, step), strict=True)
-            if potentials is not None
-        }
-        watch.process_rewards += time.perf_counter() - start
+        with watch.measure("process_rewards"):
+            segmented = self.segment(tasks, groups)
+            weight = self.settings.weight if self.settings.role == "reward" else 1.0
+            rewards = {
+                segment.episode.episode_id: step_rewards(segment, weight * potentials)
+                for segment, potentials in zip(segmented, self.potentials(segmented, step), strict=True)
+                if potentials is not None
+            }
         return [
             tuple(replace(episode, step_rewards=rewards.get(episode.episode_id)) for episode in group)
             for group in groups

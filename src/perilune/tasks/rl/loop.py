@@ -93,7 +93,7 @@ def run(
             groups = publisher.check_versions(source.sample(number, watch))
             if opponents.update_reference(reference):
                 publisher.accept_reference()
-            with watch.time_learning():
+            with watch.measure("learning"):
                 weighted, metrics = updater.update(groups, completed)
             metrics = {**metrics, **source.metrics(groups), "epoch": source.epoch}
             if spec.auxiliary_rewards:

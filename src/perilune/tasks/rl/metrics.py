@@ -51,7 +51,6 @@ class StepRecorder:
         self._stop_without_signal = stop_without_signal
         self._gold = gold
         self._dead_in_a_row = 0
-        workspace.episodes.mkdir(exist_ok=True)
         self._collapse = CollapseWatch()
         self._form = FormWatch(workspace)
         for line in workspace.step_metrics():

@@ -108,7 +108,7 @@ def run(workspace: Workspace, spec: CodecSpec) -> dict[str, Any]:
         codec.fit_encoder(audio, fit.generator(spec.steps))
 
     def step(done: int, watch: Stopwatch) -> StepReport:
-        with watch.time_learning():
+        with watch.measure("learning"):
             losses = codec_losses(codec, _crops(audio, spec, config.frame, fit.generator(done)))
             norm = fit.update(torch.stack([*losses.values()]).sum(), done)
         figures = {name: float(loss.detach()) for name, loss in losses.items()}

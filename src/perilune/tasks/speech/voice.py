@@ -63,7 +63,7 @@ def run(workspace: Workspace, spec: VoiceSpec) -> dict[str, Any]:
     loop = TrainingLoop(workspace, fit, spec)
 
     def step(done: int, watch: Stopwatch) -> StepReport:
-        with watch.time_learning():
+        with watch.measure("learning"):
             batch = _draw(examples, spec.learning.batch, fit.generator(done))
             first, rest = voice_losses(talker, tokenizer, batch)
             norm = fit.update(first + rest, done)

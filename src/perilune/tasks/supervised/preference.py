@@ -64,7 +64,7 @@ def run(workspace: Workspace, spec: PreferenceSpec) -> dict[str, Any]:
         return {f"validation_{name}": scores[name] for name in VALIDATED}
 
     def step(done: int, watch: Stopwatch) -> StepReport:
-        with watch.time_learning():
+        with watch.measure("learning"):
             batch = data.batch(done, spec.batch_size)
             loss = objective(batch, learner.trained, learner.ranks)
             figures = learner.forward_backward_custom(pack_pairs(batch, spec.token_budget), loss)

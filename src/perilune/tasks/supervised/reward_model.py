@@ -39,7 +39,7 @@ def run(workspace: Workspace, spec: RewardModelSpec) -> dict[str, Any]:
     loop = TrainingLoop(workspace, learner, spec)
 
     def step(done: int, watch: Stopwatch) -> StepReport:
-        with watch.time_learning():
+        with watch.measure("learning"):
             pairs = data.batch(done, spec.batch_size)
             objective = RewardObjective(trained, len(pairs), spec.centre, learner.ranks)
             batches = pack_pairs(append_scored_tokens(pairs), spec.token_budget)

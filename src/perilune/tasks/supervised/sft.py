@@ -37,7 +37,7 @@ def run(workspace: Workspace, spec: SFTSpec) -> dict[str, Any]:
     loop = TrainingLoop(workspace, learner, spec, policy, held_out=held_out)
 
     def step(done: int, watch: Stopwatch) -> StepReport:
-        with watch.time_learning():
+        with watch.measure("learning"):
             episodes = demonstrations.batch(done, spec.batch_size)
             figures = learner.forward_backward(
                 pack([weight_groups(episodes, max_tokens=0)], spec.token_budget)

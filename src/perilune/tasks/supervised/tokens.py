@@ -24,6 +24,7 @@ from perilune.errors import RequestError
 from perilune.files import sha256_bytes
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.models.text.turns import encode_conversations, is_in_template
+from perilune.plural import plural
 
 CHUNK = 256  # rows that are tokenized together
 EMPTY = "an empty answer"
@@ -165,13 +166,13 @@ class RowReader:
 
     def describe(self) -> str:
         rare = [f"{count:,} {name}" for name in ("dropped", "truncated") if (count := getattr(self, name))]
-        parts = [_rows(self.rows), *rare, f"{self.tokens:,} tokens, {self.learned:,} with loss"]
+        parts = [plural(self.rows, "row"), *rare, f"{self.tokens:,} tokens, {self.learned:,} with loss"]
         return f"{', '.join(parts)}; the longest has {self.longest:,} of {self.limit:,}"
 
     def warnings(self) -> list[str]:
         """Return a sentence for each kind of row that teaches nothing."""
         return [
-            f"{reason} in {len(places):,} of {_rows(self.rows)}, first {Path(places[0]).name}"
+            f"{reason} in {len(places):,} of {plural(self.rows, 'row')}, first {Path(places[0]).name}"
             for reason, places in self.useless.items()
         ]
 
@@ -215,14 +216,11 @@ class RowReader:
         )
 
 
-def _rows(count: int) -> str:
-    return f"{count:,} row{'s' * (count != 1)}"
-
-
 def uneven_split(rows: int, held: int, validation: float, where: str) -> RequestError:
     """Return the error for a split whose one side is empty."""
     return RequestError(
-        f"validation: {validation:g} holds out {held} of {_rows(rows)} and leaves {rows - held} to train on",
+        f"validation: {validation:g} holds out {held} of {plural(rows, 'row')} and leaves {rows - held} to"
+        " train on",
         where=where,
         remedy="change validation, or add prompts: all rows of one prompt are on the same side",
     )

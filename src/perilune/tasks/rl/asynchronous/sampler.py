@@ -92,9 +92,8 @@ class AsynchronousSampler(GroupSource):
         """Publish the learner's weights, admit groups, and wait for those of a step."""
         self._publish()
         self._admit(admission_limit(self._settings, self._spec.prompts, step - 1, self._spec.steps))
-        start = watch.elapsed
-        batch = self._take(step)
-        watch.sampling += watch.elapsed - start
+        with watch.measure("sampling"):
+            batch = self._take(step)
         groups = [group for _, finished in batch.values() for group in finished.groups]
         episodes = flatten(groups)
         watch.tokens += sum(int(episode.loss_mask.sum()) for episode in episodes)
