@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from perilune.control.queries.comparison import Arm, Comparison
     from perilune.control.runs.experiments import Control
     from perilune.metrics.bootstrap import Interval
+    from perilune.recipe.axes import Settings
 
 MAX_SETTING_COLUMNS = 4  # settings that get a column of their own
 BARS = "▁▂▃▄▅▆▇█"
@@ -170,18 +171,12 @@ def unbiased_command(control: Control, targets: Sequence[str], comparison: Compa
     sweep = find_sweep(control, targets[0]) if len(targets) == 1 else None
     if sweep is None or comparison.best is None:
         return ""
-    chosen = {
-        item.experiment
-        for index in (comparison.best, comparison.baseline)
-        for item in comparison.arms[index].members
-    }
-    settings = [arm.settings for arm in sweep.arms if chosen & set(arm.experiments.values())]
-    best = next(
-        arm.settings
-        for arm in sweep.arms
-        if set(arm.experiments.values())
-        & {member.experiment for member in comparison.arms[comparison.best].members}
-    )
+
+    def settings_of(*indices: int) -> list[Settings]:
+        chosen = {member.experiment for index in indices for member in comparison.arms[index].members}
+        return [arm.settings for arm in sweep.arms if chosen & set(arm.experiments.values())]
+
+    settings, best = settings_of(comparison.best, comparison.baseline), settings_of(comparison.best)[0]
     varied = [values for values in zip(*settings, strict=True) if len(set(values)) > 1]
     options = list(best)
     if len(varied) == 1:  # a grid over one key holds both arms
