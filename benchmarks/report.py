@@ -88,6 +88,17 @@ was compared and what came out, and shows the command that repeats its measureme
 machine at one time. Ratios depend less on the machine.
 """
 METHODS = """\
+## Terms
+
+* The *tiny model* is the preset `tiny`, a decoder of 0.3 million parameters that starts from random weights.
+* An *arm* is one of the settings that a page compares.
+* *pass@1* is the share of right answers among the sampled answers to held-out tasks. *pass@8* is the
+  probability that at least one of eight answers is right. *Greedy* decoding takes the most likely token.
+* *Points* are percentage points, and *nats* are units of natural logarithms.
+* *CPU time* counts only the time in which a program computes. Other programs on the machine change it little.
+
+[The glossary](../reference/glossary.md) explains other terms.
+
 ## Differences over seeds
 
 Runs with the same seed start from the same weights and see the same tasks. We compare them in pairs:
@@ -130,7 +141,7 @@ def page(path: Path, document: Mapping[str, Any]) -> str:
     """One result as Markdown: the lead, the findings, how it was measured, and the tables."""
     lines = [f"# {document['title']}", ""]
     lines += [f"<!-- Written by `python benchmarks/report.py` from {path.relative_to(ROOT)}. -->", ""]
-    lines += [" ".join(document["lead"]), ""]
+    lines += [" ".join(document["lead"]).replace("tiny model", "[tiny model](index.md#terms)", 1), ""]
     if findings := document.get("findings"):
         lines += [findings if isinstance(findings, str) else "\n".join(f"* {line}" for line in findings), ""]
     body = {key: value for key, value in document.items() if key not in HEADER}
@@ -141,7 +152,7 @@ def page(path: Path, document: Mapping[str, Any]) -> str:
     lines += [str(document["about"]), ""]
     lines += [note, ""] if note else []
     lines += ["```text", f"$ {document['command']}", "```", ""]
-    lines += [*tables, f"All data: `{path.relative_to(ROOT)}`."]
+    lines += [*tables, f"All data: `{path.relative_to(ROOT)}`. [Terms](index.md#terms)."]
     return "\n".join(lines) + "\n"
 
 

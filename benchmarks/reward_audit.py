@@ -45,9 +45,9 @@ An output counts as wrong if it cannot be right for any task, or if a second che
 shares no code with the scorer. The audit skips truncated answers, because a shipped scorer cannot recognize
 them.
 
-In {len(UNRELIABLE_FAMILIES)} families, the scorer gives the full reward to clearly wrong answers. In these
-families, a recipe gives no reward to an answer that the second checker rejects. Their grade A means that
-recipes apply this rule. It does not mean that the checker is right.
+The scorers of {len(UNRELIABLE_FAMILIES)} families count as unreliable, because they give the full reward to
+clearly wrong answers. In these families, a recipe gives no reward to an answer that the second checker
+rejects. Their grade A means that recipes apply this rule. It does not mean that the checker is right.
 
 In the table of families, *most severe finding* names the [probe](../how-to/reward-audit.md) that produced the
 output, and *tasks* counts the tasks on which it found this."""

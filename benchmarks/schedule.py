@@ -61,11 +61,7 @@ def main() -> None:
         killed = follow(bundle, first, Path(folder) / "killed", arguments.kills)
         rows.append(row("killed and resumed", first, *killed))
         mixed = fmean(line["mixed_versions"] for line in run["metrics"])
-    equal = all(row["differences"] == 0 for row in rows)
-    findings = [
-        f"{'All' if equal else 'NOT all'} results are equal, also after {arguments.kills} kills.",
-        f"{mixed:.0%} of the episodes were sampled by several versions of the weights.",
-    ]
+    findings = [f"{mixed:.0%} of the episodes were sampled by several versions of the weights."]
     result = {
         "title": "An asynchronous run repeated from its schedule log",
         "about": ABOUT,

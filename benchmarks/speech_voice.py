@@ -58,15 +58,9 @@ def rates(seed: int, run: Mapping[str, Any]) -> list[dict[str, Any]]:
 def result(rows: list[dict[str, Any]], run: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
     """The document of the page."""
     codec, voice = run["codec"]["summary"], run["voice"]["summary"]
-    findings = [
-        f"Seed {row['seed']}, {row['speaker']}: {100 * row['word error rate']['mean']:.1f}% "
-        f"({100 * row['word error rate']['low']:.1f} to {100 * row['word error rate']['high']:.1f})."
-        for row in rows
-    ]
     return {
         "title": "Word error rate of a small voice trained in minutes",
         "about": ABOUT,
-        "findings": findings,
         "word_error_rates": rows,
         "codec": {
             key: codec[key] for key in ("frames_per_second", "bits_per_second", "decoder_parameters", "steps")

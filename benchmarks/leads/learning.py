@@ -17,8 +17,8 @@ def quickstart(document: Document) -> Lead:
         "The quickstart teaches a model of 0.3 million parameters to add three-digit numbers, over "
         f"{count(len(runs), 'seed')}.",
         f"pass@1 on held-out tasks goes from {mean_share(rates['base'])} to {mean_share(rates['after_sft'])} "
-        f"with SFT and to {mean_share(rates['after_rl'])} with RL (means over seeds), in "
-        f"{span((run['seconds'] for run in runs), '.0f')} s.",
+        f"with SFT and to {mean_share(rates['after_rl'])} with RL (means over seeds), "
+        f"and a run takes {span((run['seconds'] for run in runs), '.0f')} s.",
     )
 
 
@@ -92,8 +92,9 @@ def preference_learning(document: Document) -> Lead:
         "DPO and IPO train a tiny model on pairs of a right and a wrong answer to three-digit sums, over "
         f"{count(seeds, 'seed')}.",
         f"Compared with SFT, pass@1 changes by {change(compared(rows, '`dpo` against `sft`'))} with DPO and "
-        f"by {change(compared(rows, '`ipo` against `sft`'))} with IPO; DPO with an NLL term changes it by "
-        f"{change(compared(rows, '`dpo_nll` against `imitation`'))} compared with SFT on the right answers.",
+        f"by {change(compared(rows, '`ipo` against `sft`'))} with IPO; DPO with a negative log-likelihood "
+        f"(NLL) term changes it by {change(compared(rows, '`dpo_nll` against `imitation`'))} compared with "
+        "SFT on the right answers.",
     )
 
 
@@ -113,8 +114,8 @@ def distillation(document: Document) -> Lead:
     return (
         "A student of 0.3 million parameters learns three-digit sums from a teacher of 0.7 million.",
         f"The student's median pass@1 over {count(len(table['start']['pass@1']), 'seed')} is "
-        f"{rates['start']:.1%} at the start, {listed(methods)}; the test confirms {claimed} of {len(rows)} "
-        "differences.",
+        f"{rates['start']:.1%} at the start, {listed(methods)}; {claimed} of {len(rows)} "
+        "differences are significant.",
     )
 
 

@@ -118,14 +118,17 @@ def _first_audio(table: Mapping[str, Document]) -> dict[int, float]:
 
 
 def speech_voice(document: Document) -> Lead:
-    rates = {row["speaker"]: row["word error rate"] for row in document["word_error_rates"]}
-    voice, seconds = rates["voice"], document["cpu_seconds"]
+    rates: dict[str, list[Document]] = {}
+    for row in document["word_error_rates"]:
+        rates.setdefault(row["speaker"], []).append(row["word error rate"])
+    voice, teacher = ([rate["mean"] for rate in rates[speaker]] for speaker in ("voice", "teacher"))
+    (low, high) = min(rate["low"] for rate in rates["voice"]), max(rate["high"] for rate in rates["voice"])
     return (
         "A small text-to-speech model learns to speak digits from utterances of espeak-ng, and a speech "
         "recognizer transcribes the result.",
-        f"After {sum(seconds.values()):.0f} s of training on the CPU, the word error rate is "
-        f"{voice['mean']:.1%} (95% interval {voice['low']:.1%} to {voice['high']:.1%}), compared with "
-        f"{rates['teacher']['mean']:.1%} for espeak-ng itself.",
+        f"After {sum(document['cpu_seconds'].values()):.0f} s of training on the CPU, the word error rate "
+        f"is {span(voice, '.1%')} (95% interval {low:.1%} to {high:.1%}), compared with "
+        f"{span(teacher, '.1%')} for espeak-ng itself.",
     )
 
 

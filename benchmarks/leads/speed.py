@@ -145,12 +145,13 @@ def rollout_cuda(document: Document) -> Lead:
 
 def passes_cuda(document: Document) -> Lead:
     shares = [row["share_of_best_rate"] for row in document["training"] if row["precision"] == "bfloat16"]
-    rates = [row["tokens_per_second"] for row in document["decoding"]]
+    rates, samples = ([row[key] for row in document["decoding"]] for key in ("tokens_per_second", "samples"))
     return (
         "Training passes and decoding steps run on models with the shapes of Qwen3-0.6B, 1.7B and 8B, on one "
         f"{document['machine']['device']}.",
         f"In bfloat16, a training pass reaches {span(shares, '.0%')} of the FLOP/s of one large matrix "
-        f"product, and the 1.7B shape decodes {span(rates, ',.0f')} tokens per second.",
+        f"product, and the 1.7B shape decodes {span(rates, ',.0f')} tokens per second for "
+        f"{span(samples, 'd')} samples.",
     )
 
 

@@ -42,9 +42,7 @@ def routing_replay(document: Document) -> Lead:
             for row in document["gap between sampler and learner"]
             if row["engine"] == engine and row["updates since sampling"] == 0
         ]
-        kept[engine] = fmean(row["KL, with replay"] for row in rows) / fmean(
-            row["KL, without replay"] for row in rows
-        )
+        kept[engine] = fmean(row["KL, with replay"] / row["KL, without replay"] for row in rows)
     changes = [
         f"{change(row)} with {row['comparison'].rpartition(', ')[2].removesuffix(' engine')} weights"
         for row in document["comparison of pass@1"]
@@ -54,7 +52,7 @@ def routing_replay(document: Document) -> Lead:
         "the learner uses the experts that the sampler chose.",
         "Replay reduces the KL between sampler and learner to "
         f"{listed([f'{share:.0%} with {engine}' for engine, share in kept.items()])} weights in the sampler; "
-        f"pass@1 changes by {listed(changes)}.",
+        f"pass@1 of the trained model changes by {listed(changes)}.",
     )
 
 

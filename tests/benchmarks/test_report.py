@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,21 @@ def test_leads_change_with_the_data() -> None:
     assert "no lost runs" in LEADS["soak"](data)[1]
     data["outcome"][0]["lost runs"] = 12
     assert "12 lost runs" in LEADS["soak"](data)[1]
+
+
+@pytest.mark.slow
+def test_stored_texts_are_those_of_the_scripts() -> None:
+    """A changed text is changed in the JSON, too. A page may add a note to it."""
+    stems = {path.stem for path in report.RESULTS.glob("*.json")} - {"grpo_cuda"}  # a run that was cut off
+    checked = []
+    for stem in sorted(stems):
+        if (ROOT / "benchmarks" / f"{stem}.py").exists():
+            text = getattr(import_module(stem), "ABOUT", None)
+            if isinstance(text, str):
+                stored = json.loads((report.RESULTS / f"{stem}.json").read_text())["about"]
+                assert stored.startswith(text), stem
+                checked.append(stem)
+    assert len(checked) > 20
 
 
 def test_questions_name_each_page_once() -> None:
