@@ -310,6 +310,14 @@ class CompletionBody(Sampling):
         return self
 
     @property
+    def most_tokens(self) -> int:
+        return self.max_tokens
+
+    @property
+    def top_logprobs(self) -> int:
+        return self.logprobs or 0
+
+    @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, as texts or token ids."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
@@ -568,6 +576,9 @@ class ChatBody(PromptOptions, Sampling):
     def most_tokens(self) -> int | None:
         """The limit under either name."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+AnswerBody = ChatBody | CompletionBody
 
 
 class TokenizeBody(PromptOptions):

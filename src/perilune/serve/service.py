@@ -35,11 +35,11 @@ from perilune.serve.prompts import Conversation, Prompts
 from perilune.serve.responses import run_while_connected
 from perilune.serve.schema import (
     MAX_CHOICES,
+    AnswerBody,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     Message,
-    Sampling,
     TokenizeBody,
 )
 
@@ -94,7 +94,7 @@ class Service(ModelService):
         async def encode() -> list[list[int]]:
             return [await self.prompts.encode_conversation(conversation, size)]
 
-        return await self._complete(body, answer, encode, body.most_tokens, body.top_logprobs, request)
+        return await self._complete(body, answer, encode, request)
 
     async def tokenize(self, request: Request) -> Response:
         """Answer POST /tokenize."""
@@ -135,7 +135,7 @@ class Service(ModelService):
 
         if not body.max_tokens:
             return await self._return_prompts(body, answer, encode, request)
-        return await self._complete(body, answer, encode, body.max_tokens, body.logprobs or 0, request)
+        return await self._complete(body, answer, encode, request)
 
     async def _return_prompts(
         self,
@@ -179,7 +179,7 @@ class Service(ModelService):
             await self.thread.run_between_steps(lambda: logprobs.extend(next(pieces)))
         return logprobs
 
-    def _make_answer(self, body: Sampling, *, chat: bool, logprobs: bool) -> CompletionAnswer:
+    def _make_answer(self, body: AnswerBody, *, chat: bool, logprobs: bool) -> CompletionAnswer:
         answer = CompletionAnswer(
             body.model,
             self.token_formatter,
@@ -208,13 +208,11 @@ class Service(ModelService):
         earlier = sum(len(message.tool_calls or ()) for message in messages)
         return lambda name, number: self.model.tool_format.new_id(name, earlier + number)
 
-    async def _complete(  # noqa: PLR0917
+    async def _complete(
         self,
-        body: Sampling,
+        body: AnswerBody,
         answer: AnswerBuilder,
         encode: Callable[[], Awaitable[list[list[int]]]],
-        max_tokens: int | None,
-        top_logprobs: int,
         request: Request,
     ) -> Response:
         began = perf_counter()
@@ -222,8 +220,7 @@ class Service(ModelService):
         self.check_capacity()
 
         async def respond() -> Response:
-            beginning = self._begin(body, answer, encode, max_tokens, top_logprobs)
-            stream = await run_while_connected(beginning, request.receive)
+            stream = await run_while_connected(self._begin(body, answer, encode), request.receive)
             exchange = Exchange(stream, answer, self.metrics, began)
             request.state.model, request.state.usage = body.model, exchange.usage
             if not body.stream:
@@ -233,12 +230,7 @@ class Service(ModelService):
         return await self.count_answering(respond())
 
     async def _begin(
-        self,
-        body: Sampling,
-        answer: AnswerBuilder,
-        encode: Callable[[], Awaitable[list[list[int]]]],
-        max_tokens: int | None,
-        top_logprobs: int,
+        self, body: AnswerBody, answer: AnswerBuilder, encode: Callable[[], Awaitable[list[list[int]]]]
     ) -> Stream:
         """Encode the request and submit it to the engine."""
         self.entering += body.n
@@ -251,7 +243,7 @@ class Service(ModelService):
                 compile_schema = partial(self._constraints.make_constraint, body, answer.beginning)
                 constraint = await self.lanes.schema(compile_schema)
             await self.gate.enter()
-            requests = self._requests(body, prompts, max_tokens, top_logprobs, constraint)
+            requests = self._requests(body, prompts, constraint)
             return await self.thread.submit(requests, per_token=body.stream)
         finally:
             self.entering -= body.n
@@ -287,16 +279,11 @@ class Service(ModelService):
         super().check_capacity()
 
     def _requests(
-        self,
-        body: Sampling,
-        prompts: Sequence[list[int]],
-        max_tokens: int | None,
-        top_logprobs: int,
-        constraint: Constraint | None,
+        self, body: AnswerBody, prompts: Sequence[list[int]], constraint: Constraint | None
     ) -> list[EngineRequest]:
         param = "messages" if isinstance(body, ChatBody) else "prompt"
-        room = self.prompts.count_remaining_tokens(max(map(len, prompts)), max_tokens, param)
-        params = self._params(body, max_tokens or room, top_logprobs)
+        room = self.prompts.count_remaining_tokens(max(map(len, prompts)), body.most_tokens, param)
+        params = self._params(body, body.most_tokens or room)
         seed, step, task = body.random_key or (secrets.randbits(64), 0, 0)
         continues = not isinstance(body, ChatBody) or body.continue_final_message
         adapter = self.find_adapter(body.model)  # again: it may have been unloaded
@@ -315,11 +302,11 @@ class Service(ModelService):
             for index, prompt in enumerate(prompts)
         ]
 
-    def _params(self, body: Sampling, max_tokens: int, top_logprobs: int) -> SamplingParams:
+    def _params(self, body: AnswerBody, max_tokens: int) -> SamplingParams:
         outside = [token for token in (body.logit_bias or {}) if token >= self.model.vocab_size]
         if outside:
             raise ApiError(400, f"the vocabulary has no token {outside[0]}", param="logit_bias")
-        return body.params(max_tokens, self.model.end_tokens, top_logprobs)
+        return body.params(max_tokens, self.model.end_tokens, body.top_logprobs)
 
     def _detect_beginning(self, body: ChatBody, prompt: Sequence[int]) -> Beginning:
         text = body.messages[-1].text if body.continue_final_message else ""
