@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import tokenizers
 import torch
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers
 from torch import Tensor, nn
 
 from perilune.errors import RequestError
@@ -27,6 +27,7 @@ from perilune.files import read_json, write_json
 from perilune.models.checkpoints.folder import WEIGHTS, CheckpointFolder
 from perilune.models.checkpoints.tensors import StoredTensor, read_tensor_headers, read_tensors
 from perilune.models.config.reader import Reader
+from perilune.models.gguf.vocabulary import SPLITTINGS, pre_tokenizer
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.speech.codec import CodecDecoder
 from perilune.speech.config import MODEL_TYPE, CodecConfig, SpeechConfig
@@ -52,11 +53,6 @@ _NAMES: Mapping[str, str | None] = {
     "text_embedding.": "talker.model.text_embedding.",
     "text_projection.": "talker.text_projection.",
 }
-# The rule by which Qwen's tokenizer splits a text, for folders without tokenizer.json.
-_QWEN_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 @dataclass(slots=True, eq=False)
@@ -238,9 +234,7 @@ def _load_tokenizer(folder: CheckpointFolder) -> Tokenizer:
     except Exception as error:  # the library raises bare exceptions
         raise RequestError(f"is malformed: {error}", where=str(vocabulary)) from None
     backend.normalizer = normalizers.NFC()
-    split = pre_tokenizers.Split(Regex(_QWEN_SPLIT), behavior="isolated")
-    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
+    backend.pre_tokenizer = pre_tokenizer(SPLITTINGS["qwen2"])
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([_read_added_tokens(token, str(file)) for token in _sort_by_id(added, str(file))])
     return Tokenizer(backend, config, where=str(file))

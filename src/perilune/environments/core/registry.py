@@ -100,9 +100,7 @@ def family_field(name: str) -> str:
     Raises:
         RequestError: if the environment is not installed.
     """
-    if name == FACTORY_ID or is_file_reference(name):
-        return "task"
-    return str(getattr(_find_factory({"id": name}), "family_field", "task"))
+    return str(_declared(name, "family_field", "task"))
 
 
 def environment_families(name: str) -> tuple[str, ...]:
@@ -111,9 +109,7 @@ def environment_families(name: str) -> tuple[str, ...]:
     Raises:
         RequestError: if the environment or the package that it adapts is not installed.
     """
-    if name == FACTORY_ID or is_file_reference(name):
-        return ()
-    families: tuple[str, ...] = getattr(_find_factory({"id": name}), "families", tuple)()
+    families: tuple[str, ...] = _declared(name, "families", tuple)()
     return families
 
 
@@ -134,10 +130,15 @@ def environment_notes(name: str) -> dict[str, dict[str, str]]:
     Raises:
         RequestError: if the environment is not installed.
     """
-    if name == FACTORY_ID or is_file_reference(name):
-        return {}
-    notes: dict[str, dict[str, str]] = getattr(_find_factory({"id": name}), "notes", dict)()
+    notes: dict[str, dict[str, str]] = _declared(name, "notes", dict)()
     return notes
+
+
+def _declared(name: str, attribute: str, default: Any) -> Any:
+    """Return what the class of an installed environment declares; `default` for a factory or a file."""
+    if name == FACTORY_ID or is_file_reference(name):
+        return default
+    return getattr(_find_factory({"id": name}), attribute, default)
 
 
 def file_fields(section: Mapping[str, Any]) -> dict[str, str]:
@@ -180,13 +181,9 @@ def part_path(section: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 def has_borrowed_tasks(section: Mapping[str, Any]) -> bool:
     """Return whether the tasks are those of the environment in the field `tasks`, a `TasksSection`."""
-    if (
-        section.get("id") == FACTORY_ID
-        or is_file_reference(section.get("id"))
-        or not is_known_environment(section)
-    ):
+    if not is_known_environment(section):
         return False
-    model: type[BaseModel] | None = getattr(_find_factory(section), "Spec", None)
+    model: type[BaseModel] | None = _declared(section["id"], "Spec", None)
     field = model.model_fields.get(TASKS) if model else None
     return field is not None and field.annotation is TasksSection
 

@@ -124,7 +124,7 @@ def _byte_level(header: GgufHeader, tokens: list[str], splitting: Splitting) -> 
     except Exception as error:  # the library raises plain exceptions
         raise header.error(f"the tokenizer is malformed: {error}") from None
     backend = tokenizers.Tokenizer(model)
-    backend.pre_tokenizer = _pre_tokenizer(splitting)
+    backend.pre_tokenizer = pre_tokenizer(splitting)
     backend.decoder = decoders.ByteLevel()
     kinds = (
         header.array("tokenizer.ggml.token_type", int)
@@ -137,7 +137,8 @@ def _byte_level(header: GgufHeader, tokens: list[str], splitting: Splitting) -> 
     return backend
 
 
-def _pre_tokenizer(splitting: Splitting) -> Any:
+def pre_tokenizer(splitting: Splitting) -> Any:
+    """Return the byte-level pre-tokenizer of the `tokenizers` library with this rule."""
     split = [Regex(splitting.pattern)] if splitting.pattern else []
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if splitting.digits else []
     steps += [pre_tokenizers.Split(pattern, behavior="isolated") for pattern in split]
@@ -167,7 +168,7 @@ def vocabulary_metadata(folder: Path, size: int) -> dict[str, Any]:
         if model.get("type") == "WordLevel":  # a token per character; llama.cpp has no such tokenizer
             error.remedy = "a Hugging Face folder: perilune model export CHECKPOINT FOLDER"
         raise error
-    splittings = {name: json.loads(_pre_tokenizer(rule).__getstate__()) for name, rule in SPLITTINGS.items()}
+    splittings = {name: json.loads(pre_tokenizer(rule).__getstate__()) for name, rule in SPLITTINGS.items()}
     name = next((name for name, described in splittings.items() if _steps(described) == steps), None)
     if name is None:
         raise _not_in_gguf(folder, "the tokenizer splits text in a way that has no name in GGUF")
