@@ -27,12 +27,7 @@ class Throughput:
         return self.tokens / self.seconds
 
 
-def measure_throughput(
-    decoder: Decoder,
-    *,
-    seconds: float,
-    groups: int = 32,
-) -> Throughput:
+def measure_throughput(decoder: Decoder, *, seconds: float, groups: int = 32) -> Throughput:
     """Sample `groups` prompts of 8 tokens, 8 times each with 40 tokens, repeatedly for `seconds`.
 
     Samples never stop early, so every round is the same work. A short warm-up round, which allocates memory

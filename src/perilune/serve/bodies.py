@@ -103,8 +103,8 @@ def _unknown_argument(argument: str) -> str:
     return f"unrecognized argument: {shorten(argument)}"
 
 
-def check_values(document: Any, max_values: int, max_depth: int) -> None:
-    """Check that a JSON value has at most `max_values` values and `max_depth` levels, in linear time.
+def check_size(document: Any) -> Any:
+    """Return a JSON value that has at most `_MAX_VALUES` values and `_MAX_DEPTH` levels, in linear time.
 
     Raises:
         ValueError: when it has more.
@@ -115,11 +115,12 @@ def check_values(document: Any, max_values: int, max_depth: int) -> None:
         if not isinstance(value, dict | list):
             continue
         count += len(value)
-        if count > max_values:
-            raise ValueError(f"more than {max_values:,} values")
-        if depth > max_depth:
-            raise ValueError(f"nested deeper than {max_depth} levels")
+        if count > _MAX_VALUES:
+            raise ValueError(f"more than {_MAX_VALUES:,} values")
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"nested deeper than {_MAX_DEPTH} levels")
         waiting += [(child, depth + 1) for child in (value.values() if isinstance(value, dict) else value)]
+    return document
 
 
 def _parse(data: bytes) -> Any:
@@ -200,11 +201,6 @@ class RequestBody(Body):
 @cache
 def _names(body: type[Body]) -> frozenset[str]:
     return frozenset(field.alias or name for name, field in body.model_fields.items())
-
-
-def check_size(document: Any) -> Any:
-    check_values(document, _MAX_VALUES, _MAX_DEPTH)
-    return document
 
 
 def require_part_types(*types: str) -> BeforeValidator:
