@@ -96,11 +96,6 @@ def load_extension(reference: str, source: str | None, group: str, where: str) -
         ) from None
 
 
-def extension_names(group: str) -> tuple[str, ...]:
-    """Return the names of the entry points of a group, sorted."""
-    return tuple(sorted({point.name for point in entry_points(group=group)}))
-
-
 def _stack_frames(error: BaseException) -> list[traceback.FrameSummary]:
     if isinstance(error, SyntaxError):
         return [traceback.FrameSummary(error.filename or "", error.lineno or 0, "")]

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from importlib.metadata import entry_points
 from typing import Any
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
@@ -9,13 +10,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from perilune.errors import RequestError
-from perilune.extensions import (
-    ALGORITHM_GROUP,
-    CODE_SCHEMA,
-    extension_names,
-    is_file_reference,
-    load_extension,
-)
+from perilune.extensions import ALGORITHM_GROUP, CODE_SCHEMA, is_file_reference, load_extension
 from perilune.learn.algorithms.base import Algorithm
 
 _LOADED: dict[type[Algorithm], tuple[str, str | None]] = {}  # the name and the text of each loaded class
@@ -63,7 +58,7 @@ class OrExtension:
 
 
 def _is_extension(name: str) -> bool:
-    return is_file_reference(name) or name in extension_names(ALGORITHM_GROUP)
+    return is_file_reference(name) or bool(entry_points(group=ALGORITHM_GROUP, name=name))
 
 
 def _load(name: str, source: str | None) -> type[Algorithm]:

@@ -90,7 +90,9 @@ class Jobs:
         """
         archive = build_package()
         uri = f"_ray_pkg_{hashlib.sha256(archive).hexdigest()[:32]}.zip"
-        self._require_success("PUT", f"/api/packages/gcs/{uri}", archive)
+        status, answer = self._call("PUT", f"/api/packages/gcs/{uri}", archive)
+        if status != 200:
+            self._parsed(status, answer, "PUT")
         request = {
             "submission_id": name,
             "entrypoint": entrypoint,
@@ -117,11 +119,6 @@ class Jobs:
     def _json(self, method: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         return self._parsed(*self._call(method, "/api/jobs/", data), method)
-
-    def _require_success(self, method: str, path: str, body: bytes) -> None:
-        status, answer = self._call(method, path, body)
-        if status != 200:
-            self._parsed(status, answer, method)
 
     def _call(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         """Make one HTTP call; returns status and body."""
