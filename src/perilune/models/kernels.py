@@ -178,7 +178,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
     """Compute gelu(gate) * up with gelu's tanh approximation (Hendrycks and Gimpel, 2016); as `swiglu`."""
-    return _gated(gate, up, "gelu_tanh")
+    return _gated(gate, up, "gelu_pytorch_tanh")
 
 
 def clamped_glu(gate: Tensor, up: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ class _Gated(torch.autograd.Function):
             return *_kernels_for(grad).gated_backward(grad, gate, up, ctx.activation), None
         if ctx.activation == "clamped":
             return *_clamped_backward(grad, gate, up), None
-        if ctx.activation == "gelu_tanh":
+        if ctx.activation == "gelu_pytorch_tanh":
             grad_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
             return grad_gate, _gelu(gate).mul_(grad), None
         if is_native(gate):

@@ -139,7 +139,7 @@ class NativeDecoder:
             expert_inner=experts.intermediate_size if experts else 0,
             normalized=experts.normalized if experts else False,
             qk_norm_whole=config.qk_norm == "full",
-            activation=_ACTIVATIONS[config.family.activation],
+            activation=ops.ACTIVATIONS[config.family.activation],
             embedding_kind=ops.KINDS[table],
             layer=addressof(self._layers),
             embedding=None if embedding is None else embedding.data_ptr(),
@@ -225,10 +225,3 @@ class NativeDecoder:
             ones = torch.ones(self._reach, 1, self.config.head_dim // 2)
             return ones, torch.zeros_like(ones)
         return self._decoder.rotary(torch.arange(self._reach), rope)
-
-
-_ACTIVATIONS = {
-    "silu": ops.ACTIVATIONS["silu"],
-    "gelu_pytorch_tanh": ops.ACTIVATIONS["gelu_tanh"],
-    "clamped": ops.ACTIVATIONS["clamped"],
-}

@@ -23,8 +23,8 @@ LANES = 16
 _PACKED_AT_ONCE = 1 << 20  # elements of a weight that are converted to float32 at a time
 
 WeightKind = Literal["float32", "bfloat16", "int8"]
-Activation = Literal["silu", "gelu_tanh", "clamped"]
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped": 2}
+Activation = Literal["silu", "gelu_pytorch_tanh", "clamped"]
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped": 2}
 KINDS: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _DTYPES: dict[WeightKind, torch.dtype] = {
     "float32": torch.float32,
