@@ -11,6 +11,7 @@ import pytest
 from perilune.metrics.health.rules import Evidence, find_dead_groups
 from perilune.metrics.health.series import Series, find_shifts
 from perilune.metrics.health.verdict import Health, assess_health
+from perilune.metrics.rounding import ROUNDING
 
 Row = dict[str, Any]
 
@@ -180,6 +181,16 @@ def test_stalls_and_lost_heartbeats_of_a_live_run_are_named() -> None:
     assert stalled.line.startswith("broken: stall since step 61: no step for 30 s; the median step takes 0.1")
     lost = assess_health(replace(running, open_seconds=30.0, silent_seconds=40.0))
     assert lost.line == "broken: no heartbeat: the worker has been silent for 40 s"
+
+
+@pytest.mark.parametrize(("mean", "status"), [(0.019, "healthy"), (0.08, "broken")])
+def test_bfloat16_on_a_gpu_is_judged_by_the_mean_log_prob_gap(mean: float, status: str) -> None:
+    """As in the run's own check: the largest of a million differences says nothing there."""
+    metrics, timings = evidence(RUNS[0])
+    for row in metrics[30:]:
+        row |= {"logprob_gap_max": 1.4, "logprob_gap_mean": mean, "logprob_gap_kl": 0.001}
+    run = Evidence(Series(metrics), Series(timings), samples=8, rounding=ROUNDING["bfloat16", "cuda"])
+    assert assess_health(run).status == status
 
 
 def test_findings_are_listed_by_severity() -> None:

@@ -8,12 +8,13 @@ import pytest
 import torch
 from task_cases import episodes, run_task
 
+from perilune.metrics.rounding import ROUNDING, Rounding
 from perilune.models.checkpoints.loading import new_model
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.tasks.stage import publishing
-from perilune.tasks.stage.rounding import _ROUNDING, Rounding, plain_rounding, rounding_of
+from perilune.tasks.stage.rounding import plain_rounding, rounding_of
 
-GPU = _ROUNDING["bfloat16", "cuda"]
+GPU = ROUNDING["bfloat16", "cuda"]
 RNG = np.random.default_rng(0)
 NOISE = RNG.normal(0, 0.012, 200_000)
 
@@ -31,7 +32,7 @@ def test_rounding_noise_of_many_tokens_is_allowed() -> None:
     noise = NOISE.copy()
     noise[7] = 1.4  # the largest difference of a step, far beyond any limit on one token
     assert GPU.allows(noise)
-    assert not _ROUNDING["bfloat16", "cpu"].allows(noise)
+    assert not ROUNDING["bfloat16", "cpu"].allows(noise)
 
 
 @pytest.mark.parametrize(

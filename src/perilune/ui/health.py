@@ -8,6 +8,7 @@ from typing import Any
 from perilune.metrics.health.rules import Evidence, Finding
 from perilune.metrics.health.series import Series
 from perilune.metrics.health.verdict import Health, assess_health
+from perilune.metrics.rounding import ROUNDING
 from perilune.ui.attempt import Attempt
 from perilune.ui.view import StageView
 
@@ -59,6 +60,8 @@ def assess_attempt(attempt: Attempt, *, here: bool = True, now: float | None = N
     """
     spec = attempt.spec
     clock = time.time() if now is None else now
+    device = "cuda" if (attempt.precheck.get("torch") or {}).get("cuda") else "cpu"
+    precision = "bfloat16" if spec.get("precision") == "bfloat16" else "float32"
     live = attempt.root is not None and not attempt.verdict and attempt.began is not None
 
     def age(name: str) -> float | None:
@@ -71,7 +74,7 @@ def assess_attempt(attempt: Attempt, *, here: bool = True, now: float | None = N
             timings=Series(attempt.timing_lines[-MAX_JUDGED_STEPS:]),
             samples=int(spec.get("samples") or 1),
             oldest=_max_staleness(spec),
-            cpu=not (attempt.precheck.get("torch") or {}).get("cuda"),
+            rounding=ROUNDING[precision, device],
             open_seconds=age("artifacts/timings.jsonl"),
             silent_seconds=age("runtime/heartbeat.json"),
         )

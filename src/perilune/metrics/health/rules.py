@@ -7,13 +7,13 @@ from itertools import accumulate
 from typing import Literal
 
 from perilune.metrics.health.series import BASELINE_STEPS, Series, Values, find_shifts, flag_at_least, median
+from perilune.metrics.rounding import ROUNDING, Rounding
 from perilune.metrics.training import STEP_PARTS
 
 DEAD_GROUP_SHARE = 0.5  # share of dead groups
 SOLVED_GROUPS_PASS_RATE = 0.8  # pass rate from which groups are dead because their tasks are solved
 TRUNCATED_SHARE = 0.25  # share of answers
 FAILED_SHARE = 0.05  # share of episodes without a score
-CPU_LOGPROB_GAP, GPU_LOGPROB_GAP = 1e-4, 1e-2  # nats, the limits of the run's own check
 WAIT_SHARE = 0.8  # share of a step that the learner waits for episodes
 HEARTBEAT_TIMEOUT_S = 8.0  # seconds; a worker counts every second
 SLOW_STEP_FACTOR = 6.0  # times the median step
@@ -52,7 +52,7 @@ class Evidence:
         metrics, timings: the lines of metrics.jsonl and timings.jsonl.
         samples: samples of a group; 1 if unknown.
         oldest: bound on the age of a token in updates, if the run has one.
-        cpu: whether the run computes on a CPU.
+        rounding: the bounds of the run's own check on the log-probs of engine and learner.
         open_seconds: time since the last line of a live run; None for a run that has ended.
         silent_seconds: time since the last heartbeat of a live run; None if that is not known.
     """
@@ -61,7 +61,7 @@ class Evidence:
     timings: Series = field(default_factory=lambda: Series([]))
     samples: int = 1
     oldest: float | None = None
-    cpu: bool = True
+    rounding: Rounding = ROUNDING["float32", "cpu"]
     open_seconds: float | None = None
     silent_seconds: float | None = None
 
@@ -109,16 +109,17 @@ def find_truncation(run: Evidence) -> Iterator[Finding]:
 
 def find_logprob_gap(run: Evidence) -> Iterator[Finding]:
     """Find an engine and a learner that disagree on the same tokens and weights."""
-    largest, limit = run.metrics.column("logprob_gap_max"), CPU_LOGPROB_GAP if run.cpu else GPU_LOGPROB_GAP
-    if not run.cpu:
-        largest = run.metrics.column("logprob_gap_mean")
-    since = run.metrics.since(flag_at_least(largest, limit))
+    names = ("logprob_gap_max", "logprob_gap_mean", "logprob_gap_kl")
+    gaps = [[value or 0.0 for value in run.metrics.column(name)] for name in names]
+    since = run.metrics.since([not run.rounding.allows_statistics(*step) for step in zip(*gaps, strict=True)])
     if since is not None:
+        largest, mean, _ = (values[-1] for values in gaps)
         yield Finding(
             "log-prob gap",
             "broken",
             since,
-            f"engine and learner differ by {_latest(largest):.2g} nats; the limit is {limit:g}",
+            f"engine and learner differ by {mean:.2g} nats on average and by {largest:.2g} nats at most;"
+            f" {run.rounding}",
             "stop: the policy gradient is biased. perilune doctor; compare dtypes and kernels",
         )
 
