@@ -16,7 +16,7 @@ from perilune.recipe.load import bundled_recipe
 from recipe_runs import document, for_seeds, options, run_recipe, write
 
 ABOUT = """\
-espeak-ng (the *teacher*) speaks digits in a synthetic voice. Perilune fits a codec to 600 of its utterances.
+espeak-ng (the *teacher*) speaks digits in a synthetic voice. Perilune fits a codec to 4,000 utterances of it.
 It then trains a small talker with a code predictor, in the layout of Qwen3-TTS, to predict the codec's codes
 for a text. The recognizer pocketsphinx, which was trained on neither voice, transcribes 60 held-out texts.
 Its grammar allows the ten digits in any order.
