@@ -61,19 +61,19 @@ def generate_view(document: Document) -> dict[str, Any]:
                 "samples per prompt": result["samples"],
                 "answers end": result["ends"],
                 "threads": result["threads"],
-                "Perilune / generate, by elapsed time": cpu["wall"],
-                "Perilune / generate, by CPU time": cpu["processor"],
-                "tokens/s: Perilune": speed["engine"],
-                "tokens/s: generate": speed["generate"],
-                "tokens/s: generate with log-probs": speed["generate_with_logprobs"],
+                "speed of Perilune / speed of generate, by elapsed time": cpu["wall"],
+                "speed of Perilune / speed of generate, by CPU time": cpu["processor"],
+                "Perilune, tokens/s": speed["engine"],
+                "generate, tokens/s": speed["generate"],
+                "generate with log-probs, tokens/s": speed["generate_with_logprobs"],
             }
         )
     rest = {key: value for key, value in document.items() if key != "results"}
     return {
         "title": "Sampling speed: Perilune against transformers",
         "about": "Perilune's engine always returns the log-prob of each token. `generate` was measured "
-        "without and with log-probs. The ratios are the speed of Perilune / the speed of `generate` without "
-        "log-probs.",
+        "without and with log-probs. The ratios compare Perilune with `generate` without log-probs. A row "
+        "is a median of rounds in which the samplers take turns.",
         "tokens per second": rows,
         **rest,
     }
@@ -87,7 +87,7 @@ def trl_view(document: Document) -> dict[str, Any]:
         part.replace("_", " and "): {
             "Perilune": seconds,
             "TRL": trl["seconds"][part],
-            "TRL / Perilune": ratio["seconds"][part],
+            "time of TRL / time of Perilune": ratio["seconds"][part],
         }
         for part, seconds in ours["seconds"].items()
     }

@@ -62,8 +62,8 @@ def main() -> None:
         "hacked_reward": [{"seed": seed, **told(lines)} for seed, lines in hacked.items()],
         "reward_model": [{"seed": seed, **told(lines)} for seed, lines in learned.items()],
         "reward_models": list(judges.values()),
-        "hacked_reward_by_step": at_steps(list(hacked.values()), FIGURES, 10),
-        "reward_model_by_step": at_steps(list(learned.values()), FIGURES, 10),
+        "hacked_reward_by_step": by_step(hacked),
+        "reward_model_by_step": by_step(learned),
         "curves": {
             name: [
                 {figure: [line[figure] for line in lines] for figure in FIGURES} for lines in climbs.values()
@@ -73,6 +73,13 @@ def main() -> None:
         **provenance,
     }
     write(arguments.out, result)
+
+
+def by_step(climbs: Mapping[int, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The figures of all seeds at every tenth step, under the names of the table's columns."""
+    names = {"gold": "gold score", "kl_start": "KL to the start, nats"}
+    rows = at_steps(list(climbs.values()), FIGURES, 10)
+    return [{names.get(key, key): value for key, value in row.items()} for row in rows]
 
 
 def climbs_of(held: Mapping[str, Any], name: str) -> dict[int, list[dict[str, Any]]]:
@@ -92,8 +99,9 @@ GRPO trains the tiny model on three-digit sums. The verifier's score is the gold
 training does not use it.
 
 * *Recommended stop* is the step at which the over-optimization watch recommended stopping, during the run.
-* *Gold best* is the best gold score of the run, which is known only afterwards.
+* *Best gold score* is the best of the run, which is known only afterwards.
 * Gold scores are means over five steps. A step has 256 answers.
+* *Step of the alarm* is the step at which the gold score no longer rose significantly, after it had risen.
 * *KL to the start* is the divergence from the policy before RL, in nats per answer.
 
 We chose the window of the watch after seeing the curve of seed 0, so only the other seeds are an independent
@@ -111,16 +119,16 @@ def told(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     best = max(range(SMOOTH - 1, len(gold)), key=lambda i: smooth[i])
     stop = watch.recommended_stop
     return {
-        "first_gold": smooth[SMOOTH - 1],
-        "gold_best": smooth[best],
+        "first gold score": smooth[SMOOTH - 1],
+        "best gold score": smooth[best],
         "best_step": lines[best]["step"],
         "recommended_stop": stop,
-        "gold_at_that_step": None if stop is None else smooth[stop - 1],
+        "gold score at that step": None if stop is None else smooth[stop - 1],
         "step_of_the_alarm": watch.alarm,
-        "last_gold": smooth[-1],
+        "last gold score": smooth[-1],
         "first_reward": fmean(line["reward"] for line in lines[:SMOOTH]),
         "last_reward": fmean(line["reward"] for line in lines[-SMOOTH:]),
-        "last_kl_to_the_start": lines[-1]["kl_start"],
+        "last KL to the start, nats": lines[-1]["kl_start"],
     }
 
 
@@ -142,12 +150,16 @@ def findings(name: str, climbs: Mapping[int, Sequence[Mapping[str, Any]]]) -> li
     """Sentences that summarize the tables."""
     sentences = []
     outcomes = [told(lines) for lines in climbs.values()]
-    fell = [outcome for outcome in outcomes if outcome["last_gold"] < 0.8 * outcome["gold_best"]]
+    fell = [outcome for outcome in outcomes if outcome["last gold score"] < 0.8 * outcome["best gold score"]]
     sentences.append(
         f"{name}: the final gold score was below 80% of the best in {len(fell)} of {len(outcomes)} seeds."
     )
     stopped = [outcome for outcome in outcomes if outcome["recommended_stop"] is not None]
-    early = [outcome for outcome in stopped if outcome["gold_at_that_step"] >= 0.8 * outcome["gold_best"]]
+    early = [
+        outcome
+        for outcome in stopped
+        if outcome["gold score at that step"] >= 0.8 * outcome["best gold score"]
+    ]
     sentences.append(
         f"{name}: the watch recommended stopping in {len(stopped)} of {len(outcomes)} seeds,"
         f" in {len(early)} of them while the gold score was at least 80% of the best."

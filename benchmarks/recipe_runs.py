@@ -110,7 +110,7 @@ def describe_differences(
             "difference of pass@1, 95% interval": {"mean": test.mean, "low": test.low, "high": test.high},
             "by seed": list(test.differences),
             "p": test.p,
-            "p corrected": test.p_corrected,
+            "corrected p": test.p_corrected,
             "conclusion": test.conclusion,
         }
         for name, test in comparisons.items()

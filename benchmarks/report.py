@@ -141,7 +141,7 @@ def page(path: Path, document: Mapping[str, Any]) -> str:
     """One result as Markdown: the lead, the findings, how it was measured, and the tables."""
     lines = [f"# {document['title']}", ""]
     lines += [f"<!-- Written by `python benchmarks/report.py` from {path.relative_to(ROOT)}. -->", ""]
-    lines += [" ".join(document["lead"]).replace("tiny model", "[tiny model](index.md#terms)", 1), ""]
+    lines += [re.sub("tiny models?", r"[\g<0>](index.md#terms)", " ".join(document["lead"]), count=1), ""]
     if findings := document.get("findings"):
         lines += [findings if isinstance(findings, str) else "\n".join(f"* {line}" for line in findings), ""]
     body = {key: value for key, value in document.items() if key not in HEADER}
@@ -177,9 +177,9 @@ def describe_machine(machine: Mapping[str, Any]) -> str:
 def section(values: Mapping[str, Any], level: int) -> list[str]:
     """A heading for each value that does not fit a cell, then a table of the facts."""
     lines = []
-    facts = {key: value for key, value in values.items() if is_fact(value)}
+    facts = {key: value for key, value in values.items() if is_fact(value) and value != []}
     for key, value in values.items():
-        if key not in facts and (inner := compound(value, level)):
+        if key not in facts and value != [] and (inner := compound(value, level)):
             lines += [f"{'#' * min(level, 5)} {capital(words(key))}", "", *inner]
     if facts and lines and level == 2:
         lines += ["## Setting", ""]

@@ -148,7 +148,7 @@ def report(seeds: Sequence[int], runs: Sequence[Mapping[str, Mapping[str, float]
 def compared_row(name: str, comparison: SeedComparison) -> dict[str, Any]:
     """A row of a table of differences."""
     interval = {"mean": comparison.mean, "low": comparison.low, "high": comparison.high}
-    return {name: interval, "by seed": list(comparison.differences), "p corrected": comparison.p_corrected}
+    return {name: interval, "by seed": list(comparison.differences), "corrected p": comparison.p_corrected}
 
 
 def findings(of: Any, compared: Mapping[str, SeedComparison]) -> list[str]:

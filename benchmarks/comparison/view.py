@@ -115,17 +115,21 @@ def outcome(compared: Comparisons, suite: Suite) -> tuple[str, str]:
     """Two sentences: the comparison, and its outcome."""
     settings = {setting for setting, _, _ in compared}
     verdicts = []
-    for question, words in (("episodes", "after as many episodes"), ("seconds", "after as much CPU time")):
+    for question, words in (("episodes", "the same number of episodes"), ("seconds", "the same CPU time")):
         found = [
             f"{conclusion} with {listed(arms)}"
             for conclusion in ("higher", "lower")
             if (arms := _concluded(compared, question, conclusion))
         ]
-        verdicts.append(f"{words}, it is {listed(found) if found else 'not shown to differ with any'}")
+        if found:
+            verdicts.append(f"after {words}, it is {' and '.join(found)}")
+    differs = "the pass rate differs significantly from that of GRPO"
     return (
         f"RL with {len({arm for _, _, arm in compared})} algorithms and variants is compared with GRPO on"
         f" {suite.models}, in {count(len(settings), 'setting')}.",
-        f"The pass rate differs from that of GRPO as follows in at least one setting: {'; '.join(verdicts)}.",
+        f"In at least one setting, {differs}: {'; '.join(verdicts)}."
+        if verdicts
+        else f"In no setting {differs}.",
     )
 
 
@@ -274,7 +278,7 @@ def _tables(
                 "95% interval": f"{100 * entry.low:+.1f} to {100 * entry.high:+.1f}",
                 "by seed": ", ".join(f"{100 * value:+.1f}" for value in entry.differences),
                 "p": entry.p,
-                "p corrected": entry.p_corrected,
+                "corrected p": entry.p_corrected,
             }
             for arm in order
             if (entry := compared.get((setting, question, arm))) is not None

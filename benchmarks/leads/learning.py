@@ -158,9 +158,9 @@ def process_rewards(document: Document) -> Lead:
 
 def overoptimisation(document: Document) -> Lead:
     runs = [*document["hacked_reward"], *document["reward_model"]]
-    fallen = sum(run["last_gold"] < 0.8 * run["gold_best"] for run in runs)
+    fallen = sum(run["last gold score"] < 0.8 * run["best gold score"] for run in runs)
     stopped = [run for run in runs if run["recommended_stop"] is not None]
-    timely = sum(run["gold_at_that_step"] >= 0.8 * run["gold_best"] for run in stopped)
+    timely = sum(run["gold score at that step"] >= 0.8 * run["best gold score"] for run in stopped)
     return (
         "GRPO trains on a reward that can be hacked or on a reward model, while the verifier's score, which "
         "training does not use, shows the true quality.",
