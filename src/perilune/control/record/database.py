@@ -110,9 +110,9 @@ class Sqlite:
         """Return the version of its schema, from the file's header; 0 if it has no tables yet."""
         return int(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
 
-    def set_schema(self, connection: Connection, number: int) -> None:
-        """Record the version of the schema, in the caller's transaction."""
-        connection.exec_driver_sql(f"PRAGMA user_version = {number:d}")
+    def set_schema(self, connection: Connection) -> None:
+        """Record that the schema is the latest, in the caller's transaction."""
+        connection.exec_driver_sql(f"PRAGMA user_version = {LATEST:d}")
 
     def protect(self, connection: Connection) -> None:
         """Make the database itself refuse to change or delete events."""
@@ -142,7 +142,7 @@ class Sqlite:
             return None
         backup = copy_database(self.home.database, schema)
         migrate(connection, schema)
-        self.set_schema(connection, LATEST)
+        self.set_schema(connection)
         return backup.name
 
     def find_damage(self, connection: Connection) -> str:
@@ -223,9 +223,9 @@ class Postgres:
         connection.exec_driver_sql("CREATE TABLE IF NOT EXISTS schema_version (number INTEGER NOT NULL)")
         return int(connection.exec_driver_sql("SELECT max(number) FROM schema_version").scalar_one() or 0)
 
-    def set_schema(self, connection: Connection, number: int) -> None:
-        """Record the version of the schema in a table."""
-        connection.execute(text("INSERT INTO schema_version VALUES (:number)"), {"number": number})
+    def set_schema(self, connection: Connection) -> None:
+        """Record in a table that the schema is the latest."""
+        connection.execute(text("INSERT INTO schema_version VALUES (:number)"), {"number": LATEST})
 
     def protect(self, connection: Connection) -> None:
         """Create a trigger."""
@@ -242,7 +242,7 @@ class Postgres:
         """Run the statements of each migration. Backups of the server are up to its administrator."""
         if (schema := self.schema(connection)) < LATEST:
             migrate(connection, schema)
-            self.set_schema(connection, LATEST)
+            self.set_schema(connection)
         return None
 
     def find_damage(self, connection: Connection) -> str:

@@ -274,7 +274,7 @@ def create_tables(database: Sqlite | Postgres, connection: Connection) -> None:
     """Create all tables in the latest schema, in the caller's transaction."""
     Base.metadata.create_all(connection)
     database.protect(connection)
-    database.set_schema(connection, LATEST)
+    database.set_schema(connection)
 
 
 def record_event(
