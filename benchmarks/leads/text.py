@@ -40,8 +40,3 @@ def change(row: Document) -> str:
     low, mean, high = (f"{100 * test[name]:+.1f}" for name in ("low", "mean", "high"))
     confirmed = row["conclusion"] in ("higher", "lower")
     return f"{mean} points (95% interval {low} to {high}{'' if confirmed else ', not significant'})"
-
-
-def compared(rows: Sequence[Document], name: str) -> Document:
-    """The row of one comparison."""
-    return next(row for row in rows if row["comparison"] == name)
