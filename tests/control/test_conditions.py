@@ -29,9 +29,9 @@ from perilune.control.runs.templates import TEMPLATE_FILE, RentedTarget, Templat
 from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.execution.background import in_background
 from perilune.execution.claim import Claim
-from perilune.execution.hosts import HostRefusedError, HostUnreachableError
+from perilune.execution.hosts.protocol import HostRefusedError, HostUnreachableError
 from perilune.execution.observation import Observation
-from perilune.execution.placements import Capabilities
+from perilune.execution.placements.protocol import Capabilities
 from perilune.execution.processes import Presence
 from perilune.execution.providers.fake.client import FakeCloud
 from perilune.execution.providers.protocol import (

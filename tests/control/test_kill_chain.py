@@ -26,7 +26,7 @@ from perilune.control.record.store import Event, Machine, Operation, Run, verify
 from perilune.control.record.transitions import RunState
 from perilune.control.runs import endings, reconcile
 from perilune.control.runs.experiments import Control, StagePlan, advance
-from perilune.execution.placements import Capabilities
+from perilune.execution.placements.protocol import Capabilities
 from perilune.execution.providers.fake.client import FakeCloud
 from perilune.execution.providers.fake.weather import Fault, Weather
 from perilune.files import read_json_lines

@@ -23,10 +23,11 @@ from perilune.control.runs.requests import cancel_run
 from perilune.control.runs.templates import SshTarget, Template
 from perilune.execution import limits
 from perilune.execution.claim import CLAIM_VARIABLE, read_claim
-from perilune.execution.hosts import HostUnreachableError, ssh
+from perilune.execution.hosts import ssh
+from perilune.execution.hosts.protocol import HostUnreachableError
 from perilune.execution.hosts.ssh import SshHost, SshSettings
 from perilune.execution.limits import AttemptLimits
-from perilune.execution.placements import Capabilities
+from perilune.execution.placements.protocol import Capabilities
 from perilune.execution.placements.remote import RemotePlacement, Site
 from perilune.execution.processes import find_marked
 from perilune.files import read_json, read_json_lines

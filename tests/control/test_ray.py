@@ -35,9 +35,9 @@ from perilune.control.runs.planner import Retry
 from perilune.control.runs.progress import StageFinished, StageProgress
 from perilune.control.runs.templates import RentedTarget, ResourcesChange, Template
 from perilune.errors import RequestError
-from perilune.execution.hosts import Host, HostRefusedError, HostUnreachableError
+from perilune.execution.hosts.protocol import Host, HostRefusedError, HostUnreachableError
 from perilune.execution.limits import AttemptLimits
-from perilune.execution.placements import Assignment, Placement
+from perilune.execution.placements.protocol import Assignment, Placement
 from perilune.execution.placements.remote import RemotePlacement, Site
 from perilune.execution.processes import Presence
 from perilune.execution.providers.frames import Kind, read_frame, token_proof

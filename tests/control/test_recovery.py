@@ -43,7 +43,8 @@ from perilune.control.runs.progress import (
 )
 from perilune.control.runs.requests import cancel_run, retry_run
 from perilune.errors import RequestError, WorkFailedError
-from perilune.execution.placements import Assignment, local
+from perilune.execution.placements import local
+from perilune.execution.placements.protocol import Assignment
 from perilune.execution.processes import Presence
 from perilune.execution.verdict import read_verdict
 from perilune.files import read_json, read_json_lines, write_json

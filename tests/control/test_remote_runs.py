@@ -45,9 +45,9 @@ from perilune.control.runs.requests import cancel_run, retry_run
 from perilune.control.runs.templates import SshTarget, Template
 from perilune.execution.background import in_background
 from perilune.execution.claim import CLAIM_VARIABLE, read_claim
-from perilune.execution.hosts import Answer, HostUnreachableError
+from perilune.execution.hosts.protocol import Answer, HostUnreachableError
 from perilune.execution.limits import AttemptLimits
-from perilune.execution.placements import Capabilities
+from perilune.execution.placements.protocol import Capabilities
 from perilune.execution.placements.remote import RemotePlacement, Site
 from perilune.execution.processes import find_marked
 from perilune.files import read_json, read_json_lines

@@ -11,7 +11,7 @@ from perilune.control.machines.lifecycle import Fleet
 from perilune.control.record.transitions import MachineState
 from perilune.control.runs.experiments import Control
 from perilune.control.runs.templates import RentedTarget, Template
-from perilune.execution.placements import Placement
+from perilune.execution.placements.protocol import Placement
 from perilune.execution.placements.remote import Site
 
 

@@ -25,7 +25,7 @@ from perilune.control.runs.templates import SshTarget, Template
 from perilune.execution import limits
 from perilune.execution.claim import CLAIM_VARIABLE, read_claim
 from perilune.execution.limits import AttemptLimits
-from perilune.execution.placements import Capabilities
+from perilune.execution.placements.protocol import Capabilities
 from perilune.execution.placements.remote import RemotePlacement, Site
 from perilune.execution.processes import find_marked
 from perilune.files import read_json

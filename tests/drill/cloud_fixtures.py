@@ -10,7 +10,7 @@ from perilune.control.machines.lifecycle import Fleet
 from perilune.control.machines.rented import RentedPlacement
 from perilune.control.runs import reconcile
 from perilune.control.runs.experiments import Control
-from perilune.execution.placements import Capabilities
+from perilune.execution.placements.protocol import Capabilities
 from perilune.execution.providers.fake.client import FakeCloud
 from perilune.execution.providers.fake.process import start, stop
 from perilune.execution.providers.fake.weather import Weather

@@ -11,7 +11,7 @@ from typing import BinaryIO
 from drill_cases import INSTALLED
 
 import perilune
-from perilune.execution.hosts import Answer, HostRefusedError, HostUnreachableError
+from perilune.execution.hosts.protocol import Answer, HostRefusedError, HostUnreachableError
 from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements.remote import RemotePlacement, Site
 

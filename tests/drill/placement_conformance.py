@@ -18,7 +18,7 @@ from perilune.bundle.verify import verify
 from perilune.errors import RequestError
 from perilune.execution.claim import CLAIM_VARIABLE, read_claim
 from perilune.execution.observation import Observation
-from perilune.execution.placements import Assignment, Placement
+from perilune.execution.placements.protocol import Assignment, Placement
 from perilune.execution.processes import Presence, find_marked
 from perilune.files import read_json, read_json_lines
 

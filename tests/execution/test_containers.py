@@ -29,7 +29,7 @@ from perilune.execution.hosts.local import LocalHost
 from perilune.execution.hosts.ssh import SshHost
 from perilune.execution.launchers.docker import read_container
 from perilune.execution.limits import AttemptLimits
-from perilune.execution.placements import Assignment, Placement
+from perilune.execution.placements.protocol import Assignment, Placement
 from perilune.execution.placements.remote import RemotePlacement, Site
 from perilune.execution.processes import Presence
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from perilune.bundle.manifest import manifest_bytes
 from perilune.bundle.remote import runner
 from perilune.errors import WorkFailedError
-from perilune.execution.hosts import HostRefusedError
+from perilune.execution.hosts.protocol import HostRefusedError
 from perilune.execution.placements.mirror import MAX_FRAME_BYTES, Bring, Mirror
 from perilune.execution.placements.mirror import open_mirror as mirrored
 from perilune.files import sha256_bytes

@@ -13,8 +13,8 @@ from sshd_cases import Sshd, sshd
 from perilune.errors import RequestError, WorkFailedError
 from perilune.execution.hosts.ssh import SshHost
 from perilune.execution.limits import AttemptLimits
-from perilune.execution.placements import Placement
 from perilune.execution.placements.local import LocalPlacement
+from perilune.execution.placements.protocol import Placement
 from perilune.execution.placements.remote import RemotePlacement, Site
 from perilune.execution.processes import Presence, ProcessIdentity
 from perilune.execution.verdict import Cause, find_cause

@@ -12,7 +12,8 @@ import psutil
 import pytest
 from sshd_cases import Line, Sshd, make_key, sshd
 
-from perilune.execution.hosts import HostRefusedError, HostUnreachableError, local
+from perilune.execution.hosts import local
+from perilune.execution.hosts.protocol import HostRefusedError, HostUnreachableError
 from perilune.execution.hosts.ssh import SshHost, SshSettings
 
 pytestmark = pytest.mark.xdist_group("sshd")

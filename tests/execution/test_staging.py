@@ -35,7 +35,7 @@ from perilune.bundle.digest import bundle_digest, entries_digest, make_entry, wa
 from perilune.bundle.remote import holder, receiver, runner, store
 from perilune.bundle.scripts import remote_source
 from perilune.errors import RequestError, WorkFailedError
-from perilune.execution.hosts import Answer, HostUnreachableError
+from perilune.execution.hosts.protocol import Answer, HostUnreachableError
 from perilune.execution.hosts.ssh import SshHost
 from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements import remote
