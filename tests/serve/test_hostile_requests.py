@@ -189,8 +189,8 @@ def test_short_work_does_not_wait_for_long_work_templates_or_schemas() -> None:
             asyncio.ensure_future(work)
             for work in (
                 lanes.short_or_long(LONG_TASK_SIZE, over.wait),
-                lanes.template(over.wait),
-                lanes.schema(over.wait),
+                lanes.run("template", over.wait),
+                lanes.run("schema", over.wait),
             )
         ]
         assert await asyncio.wait_for(lanes.short_or_long(LONG_TASK_SIZE - 1, lambda: 7), 60) == 7

@@ -46,7 +46,7 @@ class Control:
             return
         self.gate.close()
         if mode == "wait":  # also finish requests that an earlier pause has kept
-            await self._set_paused(False)
+            await self._unpause()
         while mode == "wait" and self._thread.num_open_samples:
             await asyncio.sleep(_POLL_INTERVAL_S)
             if not self.gate.closed:  # resumed meanwhile
@@ -67,11 +67,11 @@ class Control:
         """
         if self.gate.sleeping:
             raise ApiError(409, "the model sleeps; wake it up with POST /wake_up", code="sleeping")
-        await self._set_paused(False)
+        await self._unpause()
         self.gate.open()
 
-    async def _set_paused(self, paused: bool) -> None:
-        await self._thread.run_between_steps(lambda: setattr(self._thread, "paused", paused))
+    async def _unpause(self) -> None:
+        await self._thread.run_between_steps(lambda: setattr(self._thread, "paused", False))
 
     async def sleep(self, mode: Mode) -> None:
         """Pause, and free the cache and the engine's copy of the weights."""

@@ -55,7 +55,7 @@ class Prompts:
         messages = await self._lanes.short_or_long(size, lambda: self._messages(conversation))
         if tokenizer.chat_template is None:
             return await self._lanes.short_or_long(size, lambda: tokenizer.encode_prompt(messages))
-        rendered = await self._lanes.template(lambda: self._render(messages, conversation))
+        rendered = await self._lanes.run("template", lambda: self._render(messages, conversation))
         size = len(rendered[0].text)
         self.check_length(size, "messages")
         (tokens,) = await self._lanes.short_or_long(size, lambda: tokenizer.encode_pieces(rendered))

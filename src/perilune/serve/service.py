@@ -241,7 +241,7 @@ class Service(ModelService):
             constraint = None
             if body.is_constrained:
                 compile_schema = partial(self._constraints.make_constraint, body, answer.beginning)
-                constraint = await self.lanes.schema(compile_schema)
+                constraint = await self.lanes.run("schema", compile_schema)
             await self.gate.enter()
             requests = self._requests(body, prompts, constraint)
             return await self.thread.submit(requests, per_token=body.stream)
