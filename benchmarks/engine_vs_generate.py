@@ -29,6 +29,7 @@ import perilune
 from perilune.engine.engine import Engine
 from perilune.engine.request import Prompt, SamplingParams
 from perilune.models.checkpoints.loading import load_decoder, new_model, save_checkpoint
+from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
 
 PROMPT_TOKENS, NEW_TOKENS = 8, 40
@@ -40,7 +41,7 @@ Sampler = Callable[[int], int]
 
 def engine_sampler(path: Path, prompts: Sequence[Sequence[int]], n: int, stops: tuple[int, ...]) -> Sampler:
     """A sampler of our engine, which computes each group's prompt once and refills free slots."""
-    engine = Engine(load_decoder(path), slots=len(prompts) * n)
+    engine = Engine(load_decoder(Decoder, path), slots=len(prompts) * n)
     params = SamplingParams(max_tokens=NEW_TOKENS, stop_token_ids=stops)
 
     def sample(step: int) -> int:

@@ -130,7 +130,7 @@ def measure(kind: str, changes: dict[str, Any]) -> dict[str, float]:
             parameter.copy_(torch.randn_like(parameter))
     with tempfile.TemporaryDirectory() as folder:
         reference.save_pretrained(folder)
-        ours = load_decoder(Path(folder))
+        ours = load_decoder(Decoder, Path(folder))
     texts = torch.randint(0, SHAPE["vocab_size"], (TEXTS, LENGTH))
     expected = reference(texts, use_cache=False).logits.double().log_softmax(-1)
     config._experts_implementation = "eager"  # the others have no float64

@@ -32,6 +32,7 @@ from perilune.engine.graph_runner import GraphRunner
 from perilune.models.attention import AttentionLayer
 from perilune.models.checkpoints.loading import load_decoder
 from perilune.models.config.decoder_config import PRESETS
+from perilune.models.decoder import Decoder
 from recipe_runs import write
 from rollout.checkpoints import checkpoint
 from rollout.engines import generate, ours
@@ -67,7 +68,7 @@ class Ours(ours.Adapter):
 
         samples = sum(request.n for request in requests)
         longest = max(len(request.prompt) + request.new_tokens for request in requests)
-        decoder = load_decoder(folder, device, getattr(torch, dtype))
+        decoder = load_decoder(Decoder, folder, device, getattr(torch, dtype))
         self._engine = Engine(decoder, slots=samples, cache_tokens=samples * (longest + 32), runner=runner)
 
     @property

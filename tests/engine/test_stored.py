@@ -1,5 +1,6 @@
 """Stored decoders: engines read weights straight from checkpoint files, with equal samples."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def held(decoder: Decoder) -> set[str]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_stored_decoder_samples_equal_those_of_loaded_decoder(name: str, runner: Any, tmp_path: Path) -> None:
     path = folder(tmp_path, CONFIGS[name])
-    stored, read = open_decoder(path), load_decoder(path)
+    stored, read = open_decoder(path), load_decoder(Decoder, path)
     engines = [Engine(decoder, slots=4, cache_tokens=512, runner=runner) for decoder in (stored, read)]
     assert sampled(engines[0]) == sampled(engines[1])
     assert not held(stored)
@@ -62,12 +63,12 @@ def test_stored_decoder_samples_equal_those_of_loaded_decoder(name: str, runner:
 
 
 def test_engine_of_stored_decoder_reloads_files_and_takes_other_weights(tmp_path: Path) -> None:
-    path, other = folder(tmp_path / "a"), load_decoder(folder(tmp_path / "b", seed=1))
+    path, other = folder(tmp_path / "a"), load_decoder(Decoder, folder(tmp_path / "b", seed=1))
     stored = open_decoder(path)
     engine = Engine(stored, slots=4, cache_tokens=512)
     first = sampled(engine)
     engine.update_weights(None, 1)
-    assert engine.checksum == checksum(load_decoder(path).state_dict())
+    assert engine.checksum == checksum(load_decoder(Decoder, path).state_dict())
     assert not held(stored)
     assert sampled(engine) == first
     engine.update_weights(other.state_dict(), 2)
@@ -80,7 +81,7 @@ def test_adapter_on_stored_decoder_equals_adapter_on_loaded_decoder(tmp_path: Pa
     a, b = torch.randn(2, 96), torch.randn(128, 2)
     adapter = Adapter({"model.layers.0.self_attn.q_proj": (a, b)}, 0.5)
     scores = []
-    for decoder in (open_decoder(path), load_decoder(path)):
+    for decoder in (open_decoder(path), load_decoder(Decoder, path)):
         engine = Engine(decoder, slots=4, cache_tokens=512)
         engine.add_adapter("poet", adapter)
         scores.append(engine.score([[1, 2, 3]], [[4, 5, 6]], adapter="poet")[0].tolist())
@@ -100,7 +101,7 @@ def test_stored_decoder_samples_equal_those_of_loaded_decoder_in_bfloat16(tmp_pa
     path = folder(tmp_path)
     engines = [
         Engine(make(path, dtype=torch.bfloat16), slots=4, cache_tokens=512)
-        for make in (open_decoder, load_decoder)
+        for make in (open_decoder, partial(load_decoder, Decoder))
     ]
     assert sampled(engines[0]) == sampled(engines[1])
 

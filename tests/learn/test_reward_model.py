@@ -24,6 +24,7 @@ from perilune.learn.reward_model import (
 from perilune.learn.trainer import Learner
 from perilune.models.attention import PackedAttention
 from perilune.models.checkpoints.loading import load_decoder, new_model
+from perilune.models.decoder import Decoder
 from perilune.models.reward_model import RewardModel, load_reward_model, save_reward_model
 from perilune.models.text.tokenizer import Tokenizer
 
@@ -154,5 +155,5 @@ def test_loading_rejects_reward_model_as_policy_and_policy_as_reward_model(tmp_p
         load_reward_model(tmp_path / "policy")
     save_reward_model(tmp_path / "rm", RewardModel.from_decoder(decoder), tokenizer)
     with pytest.raises(RequestError, match=r"score.weight is not part of this architecture"):
-        load_decoder(tmp_path / "rm")
+        load_decoder(Decoder, tmp_path / "rm")
     assert json.loads((tmp_path / "rm" / "config.json").read_text())["id2label"] == {"0": "reward"}

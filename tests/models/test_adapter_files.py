@@ -76,7 +76,7 @@ def test_adapter_of_peft_loads_merges_and_attaches(base: Path, tmp_path: Path, r
     )  # fmt: skip
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
     model.save_pretrained(tmp_path)
-    adapter, decoder = Adapter.load(tmp_path), load_decoder(base)
+    adapter, decoder = Adapter.load(tmp_path), load_decoder(Decoder, base)
     torch.testing.assert_close(ours(adapter.merge(decoder)), theirs(model), rtol=1e-5, atol=1e-5)
     adapter.attach(decoder)  # to continue training
     torch.testing.assert_close(ours(decoder), theirs(model), rtol=1e-5, atol=1e-5)
@@ -93,7 +93,7 @@ def test_saved_base_with_adapter_equals_the_trained_policy(
         expected = logits(decoder)
         again, _ = load_checkpoint(tmp_path)
         assert torch.equal(logits(again), expected)
-        plain = load_decoder(base)
+        plain = load_decoder(Decoder, base)
         assert torch.equal(logits(Adapter.load(tmp_path / FOLDER).merge(plain)), expected)
     assert all(p.requires_grad for p in plain.parameters())  # merging does not change its input
 
@@ -102,7 +102,7 @@ def test_saved_base_with_adapter_equals_the_trained_policy(
 def test_policy_with_bfloat16_products_is_saved_in_bfloat16_without_loss(
     base: Path, tmp_path: Path, adapted: bool
 ) -> None:
-    decoder = learned(base) if adapted else load_decoder(base)
+    decoder = learned(base) if adapted else load_decoder(Decoder, base)
     decoder.set_precision("bfloat16")
     save_policy(tmp_path, decoder, TOKENIZER)
     written = load_file(tmp_path / "model.safetensors")
@@ -119,7 +119,7 @@ def test_policy_with_bfloat16_products_is_saved_in_bfloat16_without_loss(
 
 def test_base_can_be_quantized_to_int8_while_loading(base: Path) -> None:
     read, _ = load_checkpoint(base, base="int8")
-    narrowed = load_decoder(base)
+    narrowed = load_decoder(Decoder, base)
     convert_base(narrowed, "int8")
     state, expected = read.state_dict(), narrowed.state_dict()
     assert state.keys() == expected.keys()
@@ -135,7 +135,7 @@ def test_adapter_rejects_another_base(base: Path, tmp_path: Path, kind: BaseKind
         RequestError, match=f"trained on a base with checksum {kind} .*, but this base has {kind}"
     ):
         adapter.merge(other)
-    adapter.check(load_decoder(base))
+    adapter.check(load_decoder(Decoder, base))
 
 
 def edit(folder: Path, **changes: Any) -> None:
@@ -177,7 +177,7 @@ def test_malformed_adapters_are_rejected(
     Adapter.from_decoder(learned(base)).save(tmp_path)
     change(tmp_path)
     with pytest.raises(RequestError, match=said):
-        Adapter.load(tmp_path).check(load_decoder(base))
+        Adapter.load(tmp_path).check(load_decoder(Decoder, base))
 
 
 def test_adapter_rejects_head_embedding_and_norm() -> None:

@@ -123,7 +123,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     theirs = make(request.param)
     path = tmp_path_factory.mktemp("checkpoint")
     theirs.save_pretrained(path)
-    return theirs, load_decoder(path)
+    return theirs, load_decoder(Decoder, path)
 
 
 SEQUENCES = [torch.randint(0, 98, (length,), generator=torch.Generator().manual_seed(length))

@@ -208,7 +208,7 @@ def test_logits_gradients_and_checkpoints_of_family_match_transformers(
 ) -> None:
     theirs, rounding = random_model(kind, seed), 1e-4 if kind.startswith(("qwen3_next", "qwen3_5")) else 3e-5
     theirs.save_pretrained(tmp_path / "theirs")
-    ours = load_decoder(tmp_path / "theirs")
+    ours = load_decoder(Decoder, tmp_path / "theirs")
     tokens = torch.randint(VOCABULARY, (2, LENGTH))
     expected, actual = theirs(tokens, use_cache=False).logits, learner_logits(ours, tokens)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=rounding)
@@ -242,11 +242,11 @@ def test_packed_experts_load_as_separate_ones(kind: str, tmp_path: Path) -> None
         theirs.save_pretrained(tmp_path / name, save_original_format=separate)
     with safe_open(tmp_path / "packed" / "model.safetensors", framework="pt") as file:
         assert any(name.endswith("mlp.experts.gate_up_proj") for name in file.keys())  # noqa: SIM118
-    packed = load_decoder(tmp_path / "packed")
+    packed = load_decoder(Decoder, tmp_path / "packed")
     state = packed.state_dict()
     assert all(
         torch.equal(tensor, state[name])
-        for name, tensor in load_decoder(tmp_path / "separate").state_dict().items()
+        for name, tensor in load_decoder(Decoder, tmp_path / "separate").state_dict().items()
     )
     if kind == "qwen3_5_moe_text":
         tokens = torch.randint(VOCABULARY, (2, LENGTH))
@@ -275,7 +275,7 @@ WITH_C = [(kind, "native") for kind in FAMILIES]
 @torch.no_grad()
 def test_runner_logits_are_bitwise_equal_to_learner(kind: str, arithmetic: str, tmp_path: Path) -> None:
     random_model(kind, 0).save_pretrained(tmp_path)
-    decoder = load_decoder(tmp_path)
+    decoder = load_decoder(Decoder, tmp_path)
     tokens = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     expected = learner_logits(decoder, tokens)
     blocks = [1 + 2 * 3] * len(decoder.config.distinct_windows)

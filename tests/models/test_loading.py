@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def test_load_decoder_reads_each_config_file_once(folder: Path, monkeypatch: pyt
     monkeypatch.setattr(
         checkpoints_folder, "read_json", lambda file: read.append(file.name) or read_json(file)
     )
-    load_decoder(folder)
+    load_decoder(Decoder, folder)
     assert sorted(read) == ["config.json", "generation_config.json"]
 
 
@@ -88,33 +89,33 @@ def test_saving_a_loaded_checkpoint_gives_the_same_bytes(folder: Path, tmp_path:
 
 
 def test_shards_are_read_by_their_index(folder: Path) -> None:
-    expected = load_decoder(folder).state_dict()
+    expected = load_decoder(Decoder, folder).state_dict()
     shard(folder)
-    loaded = load_decoder(folder).state_dict()
+    loaded = load_decoder(Decoder, folder).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_float_dtypes_are_converted(folder: Path, dtype: torch.dtype) -> None:
-    expected = load_decoder(folder).state_dict()
+    expected = load_decoder(Decoder, folder).state_dict()
     edit_tensors(folder, lambda t: t.update({n: x.to(dtype) for n, x in t.items()}))
-    for name, tensor in load_decoder(folder).state_dict().items():
+    for name, tensor in load_decoder(Decoder, folder).state_dict().items():
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor, expected[name].to(dtype).float())
     assert (
-        load_decoder(folder, dtype=torch.bfloat16).logits(torch.ones(1, 96).bfloat16()).dtype
+        load_decoder(Decoder, folder, dtype=torch.bfloat16).logits(torch.ones(1, 96).bfloat16()).dtype
         == torch.bfloat16
     )
 
 
 def test_eos_tokens_are_read_from_the_generation_config(folder: Path) -> None:
     edit_json(folder / "generation_config.json", eos_token_id=[1, 7])
-    assert load_decoder(folder).config.eos_token_ids == (1, 7)
+    assert load_decoder(Decoder, folder).config.eos_token_ids == (1, 7)
 
 
 def test_copy_of_tied_embeddings_is_allowed(folder: Path) -> None:
     edit_tensors(folder, lambda t: t.update({"lm_head.weight": t[EMBEDDING].clone()}))
-    load_decoder(folder)
+    load_decoder(Decoder, folder)
 
 
 WRONG_TENSORS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
@@ -141,7 +142,7 @@ def test_wrong_tensors_are_rejected_by_name(folder: Path, case: str) -> None:
     change, message = WRONG_TENSORS[case]
     edit_tensors(folder, change)
     with pytest.raises(RequestError, match=message) as caught:
-        load_decoder(folder)
+        load_decoder(Decoder, folder)
     assert str(folder) in caught.value.where
 
 
@@ -151,7 +152,7 @@ def test_pickle_weights_are_never_opened(folder: Path, name: str, tmp_path: Path
     (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(pickle.dumps(Trap(trap)))
     with pytest.raises(RequestError, match="is a pickle") as caught:
-        load_decoder(folder)
+        load_decoder(Decoder, folder)
     assert name in caught.value.where
     assert "convert" in caught.value.remedy
     assert not trap.exists()
@@ -163,7 +164,7 @@ def test_pickle_named_safetensors_is_rejected(folder: Path, zipped: bool, tmp_pa
     file = folder / "model.safetensors"
     torch.save(Trap(trap), file, _use_new_zipfile_serialization=zipped)
     with pytest.raises(RequestError, match="is a pickle"):
-        load_decoder(folder)
+        load_decoder(Decoder, folder)
     assert not trap.exists()
 
 
@@ -179,14 +180,14 @@ class Trap:
 def test_damaged_safetensors_file_is_rejected(folder: Path, damage: bytes) -> None:
     (folder / "model.safetensors").write_bytes(damage)
     with pytest.raises(RequestError, match="not a safetensors file"):
-        load_decoder(folder)
+        load_decoder(Decoder, folder)
 
 
 def test_truncated_safetensors_file_is_rejected(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(RequestError, match="not a safetensors file"):
-        load_decoder(folder)
+        load_decoder(Decoder, folder)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_truncated_safetensors_file_is_rejected(folder: Path) -> None:
 def test_malformed_config_is_rejected(folder: Path, content: str, message: str) -> None:
     (folder / "config.json").write_text(content)
     with pytest.raises(RequestError, match=message) as caught:
-        load_decoder(folder)
+        load_decoder(Decoder, folder)
     assert "config.json" in caught.value.where
 
 
@@ -203,7 +204,7 @@ def test_malformed_config_is_rejected(folder: Path, content: str, message: str) 
 def test_config_with_huge_sizes_is_rejected_before_allocation(folder: Path, key: str) -> None:
     edit_json(folder / "config.json", **{key: 10**12})
     with pytest.raises(RequestError, match=r"tensor model\.|give at most 10000"):
-        load_decoder(folder)
+        load_decoder(Decoder, folder)
 
 
 def test_missing_fused_experts_are_rejected_before_allocation(folder: Path) -> None:
@@ -215,7 +216,7 @@ def test_missing_fused_experts_are_rejected_before_allocation(folder: Path) -> N
 def test_missing_experts_are_rejected_before_allocation(folder: Path) -> None:
     edit_json(folder / "config.json", model_type="qwen3_moe", num_experts=10**9)
     with pytest.raises(RequestError, match=r"tensor model\.layers\.0\.mlp\.experts\.999999999\.up_proj"):
-        load_decoder(folder)
+        load_decoder(Decoder, folder)
 
 
 def test_packed_experts_of_another_count_are_rejected_before_allocation(folder: Path) -> None:
@@ -223,26 +224,26 @@ def test_packed_experts_of_another_count_are_rejected_before_allocation(folder: 
     edit_json(folder / "config.json", model_type="qwen3_moe", num_experts=10**9, moe_intermediate_size=2)
     edit_tensors(folder, lambda tensors: tensors.update({name: torch.zeros(3, 4, 64)}))
     with pytest.raises(RequestError, match=r"shape \[3, 4, 64\], but config.json requires \[1000000000, 4,"):
-        load_decoder(folder)
+        load_decoder(Decoder, folder)
 
 
 def test_unsupported_architecture_error_lists_supported_ones(folder: Path) -> None:
     edit_json(folder / "config.json", model_type="gpt_neox")
     with pytest.raises(RequestError, match="'gpt_neox', which Perilune's decoder does not compute") as caught:
-        load_decoder(folder)
+        load_decoder(Decoder, folder)
     assert "qwen3" in caught.value.remedy
     assert "others only sample" in caught.value.remedy
 
 
 def test_missing_folder_or_file_is_rejected(folder: Path) -> None:
     with pytest.raises(RequestError, match="no such checkpoint folder"):
-        load_decoder(folder / "nowhere")
+        load_decoder(Decoder, folder / "nowhere")
     (folder / "model.safetensors").unlink()
     with pytest.raises(RequestError, match=r"no file model\.safetensors"):
-        load_decoder(folder)
+        load_decoder(Decoder, folder)
     (folder / "config.json").unlink()
     with pytest.raises(RequestError, match=r"no file config\.json"):
-        load_decoder(folder)
+        load_decoder(Decoder, folder)
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "sub/model.safetensors", "..", ""])
@@ -250,7 +251,7 @@ def test_index_entry_outside_the_folder_is_rejected(folder: Path, name: str) -> 
     where = shard(folder)
     edit_json(folder / "model.safetensors.index.json", weight_map={**where, NORM: name})
     with pytest.raises(RequestError, match="leads out of the checkpoint folder"):
-        load_decoder(folder)
+        load_decoder(Decoder, folder)
 
 
 @pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
@@ -258,14 +259,14 @@ def test_malformed_index_is_rejected(folder: Path, index: str) -> None:
     shard(folder)
     (folder / "model.safetensors.index.json").write_text(index)
     with pytest.raises(RequestError, match="weight_map"):
-        load_decoder(folder)
+        load_decoder(Decoder, folder)
 
 
 def test_missing_shard_is_rejected(folder: Path) -> None:
     shard(folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(RequestError, match="no file model-00002-of-00002"):
-        load_decoder(folder)
+        load_decoder(Decoder, folder)
 
 
 def test_tensor_in_two_shards_is_rejected(folder: Path) -> None:
@@ -274,7 +275,7 @@ def test_tensor_in_two_shards_is_rejected(folder: Path) -> None:
         file = folder / f"model-0000{number}-of-00002.safetensors"
         save_file({**load_file(file), NORM: torch.ones(96)}, file)
     with pytest.raises(RequestError, match=f"{NORM} is also in"):
-        load_decoder(folder)
+        load_decoder(Decoder, folder)
 
 
 FILES = [
@@ -313,7 +314,7 @@ def test_named_pipe_is_rejected_without_blocking(folder: Path, name: str) -> Non
 def test_unparsable_config_json_is_rejected(folder: Path, content: str) -> None:
     (folder / "config.json").write_text(content, encoding="latin-1")
     with pytest.raises(RequestError, match="not valid JSON"):
-        load_decoder(folder)
+        load_decoder(Decoder, folder)
 
 
 def test_hugging_face_cache_snapshot_is_loaded(folder: Path, tmp_path: Path) -> None:
@@ -323,7 +324,7 @@ def test_hugging_face_cache_snapshot_is_loaded(folder: Path, tmp_path: Path) -> 
     for number, file in enumerate(folder.iterdir()):
         file.rename(model / "blobs" / str(number))
         (model / "snapshots" / "abc" / file.name).symlink_to(Path("../../blobs") / str(number))
-    load_decoder(model / "snapshots" / "abc")
+    load_decoder(Decoder, model / "snapshots" / "abc")
 
 
 def test_tokenizer_larger_than_the_vocabulary_is_rejected(folder: Path) -> None:
@@ -345,14 +346,14 @@ def test_missing_tokenizer_is_reported_before_missing_weights(folder: Path) -> N
 def test_missing_lm_head_suggests_tied_embeddings(folder: Path) -> None:
     edit_json(folder / "config.json", tie_word_embeddings=False)
     with pytest.raises(RequestError, match=r"lm_head\.weight is missing") as caught:
-        load_decoder(folder)
+        load_decoder(Decoder, folder)
     assert caught.value.remedy.startswith("set tie_word_embeddings to true")
 
 
 def test_missing_tensor_error_names_the_prefix_in_the_files(folder: Path) -> None:
     edit_tensors(folder, lambda t: [t.update({f"module.{name}": t.pop(name)}) for name in list(t)])
     with pytest.raises(RequestError, match=f"{EMBEDDING} is missing") as caught:
-        load_decoder(folder)
+        load_decoder(Decoder, folder)
     assert f"the files call it module.{EMBEDDING}" in caught.value.remedy
 
 
@@ -369,8 +370,10 @@ def test_single_file_takes_precedence_over_shard_index(folder: Path, tmp_path: P
     shard(folder)
     decoder.initialize(seed=4)
     save_checkpoint(folder, decoder, tokenizer)
-    assert torch.equal(load_decoder(folder).model.norm.weight, decoder.model.norm.weight)
-    assert torch.equal(load_decoder(folder).model.embed_tokens.weight, decoder.model.embed_tokens.weight)
+    assert torch.equal(load_decoder(Decoder, folder).model.norm.weight, decoder.model.norm.weight)
+    assert torch.equal(
+        load_decoder(Decoder, folder).model.embed_tokens.weight, decoder.model.embed_tokens.weight
+    )
 
 
 def test_adapter_folder_is_rejected_as_a_model(folder: Path) -> None:
@@ -384,7 +387,7 @@ def test_adapter_folder_is_rejected_as_a_model(folder: Path) -> None:
     for remedy in (loading.value.remedy, finding.value.problems[0].remedy):
         assert f"{folder}, if that is the model with the adapter merged" in remedy
     (folder / "config.json").rename(folder / "adapter_config.json")
-    for load in (load_checkpoint, load_decoder, load_for_inference):
+    for load in (load_checkpoint, partial(load_decoder, Decoder), load_for_inference):
         with pytest.raises(RequestError, match="is a LoRA adapter, not a model"):
             load(folder)
     with pytest.raises(ProblemsError, match=r"has no config\.json") as caught:

@@ -112,7 +112,7 @@ def new_state(raw: dict[str, Any]) -> Tensors:
 
 def check_loads_as(folder: Path, expected: Tensors, dtype: torch.dtype) -> None:
     """Assert that each tensor, loaded or opened lazily, is the expected one rounded to `dtype` once."""
-    loaded, opened = load_decoder(folder, dtype=dtype), open_decoder(folder, dtype=dtype)
+    loaded, opened = load_decoder(Decoder, folder, dtype=dtype), open_decoder(folder, dtype=dtype)
     with opened.in_memory():
         for name, tensor in loaded.state_dict().items():
             assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
@@ -144,7 +144,7 @@ def test_mxfp4_experts_of_gpt_oss_load_and_save(tmp_path: Path, dtype: torch.dty
     stored, expected = as_mxfp4(new_state(GPT_OSS))
     folder = write(tmp_path / "published", GPT_OSS | {"quantization_config": MXFP4}, stored)
     check_loads_as(folder, expected, dtype)
-    save_checkpoint(tmp_path / "saved", load_decoder(folder), Tokenizer.characters())
+    save_checkpoint(tmp_path / "saved", load_decoder(Decoder, folder), Tokenizer.characters())
     check_loads_as(tmp_path / "saved", expected, dtype)
     assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
     wanted = {EXPERTS: {"dtype": "float32", "shape": list(expected[EXPERTS].shape)}}
@@ -194,7 +194,7 @@ def test_multi_token_prediction_layers_are_skipped_with_a_notice(
     if raw is not QWEN_NEXT:
         write(tmp_path, fp8 | {"num_nextn_predict_layers": 0}, state | extra)
         with pytest.raises(RequestError, match=r"layers\.2\.\w+\.weight is not part of this architecture"):
-            load_decoder(tmp_path)
+            load_decoder(Decoder, tmp_path)
 
 
 def drop(name: str) -> Callable[[Tensors], Any]:
@@ -249,7 +249,7 @@ def test_wrong_quantized_tensors_are_rejected_by_name(tmp_path: Path, case: str)
     change(stored)
     write(tmp_path, raw | {"quantization_config": MXFP4 if raw is GPT_OSS else FP8}, stored)
     with pytest.raises(RequestError) as caught:
-        load_decoder(tmp_path)
+        load_decoder(Decoder, tmp_path)
     assert message in caught.value.what
     assert str(tmp_path) in caught.value.where
 

@@ -21,6 +21,7 @@ from perilune.models.adapters.files import Adapter
 from perilune.models.checkpoints.loading import load_decoder, new_model, save_checkpoint
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.config.layer_kinds import Experts
+from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
 
 FRUGAL: dict[str, Any] = {
@@ -82,7 +83,7 @@ def test_lora_stage_saves_merged_policy_and_adapter(taught: Path, tmp_path: Path
 
     base = new_model("tiny", Tokenizer.characters(), seed=1)
     expected = Adapter.load(final(taught) / "adapter").merge(base).state_dict()
-    for name, tensor in load_decoder(final(taught)).state_dict().items():
+    for name, tensor in load_decoder(Decoder, final(taught)).state_dict().items():
         assert torch.equal(tensor, expected[name])
     moments = load_file(final(taught) / "optimizer" / "second_moments.safetensors")
     assert all(".lora_" in name for name in moments)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from perilune.files import read_json, write_json
-from perilune.models.checkpoints.loading import load_decoder_as, load_tokenizer, save_checkpoint
+from perilune.models.checkpoints.loading import load_decoder, load_tokenizer, save_checkpoint
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
@@ -61,4 +61,4 @@ def load_reward_model(path: Path, device: str | torch.device = "cpu") -> tuple[R
         RequestError: as `load_checkpoint`, and when `score.weight` is missing.
     """
     tokenizer = load_tokenizer(path)
-    return load_decoder_as(RewardModel, path, torch.device(device), torch.float32), tokenizer
+    return load_decoder(RewardModel, path, device), tokenizer

@@ -120,7 +120,7 @@ def load_checkpoint(
         RequestError: naming the file, and the tensor or key, that is missing, malformed or not implemented.
     """
     tokenizer = load_tokenizer(path)  # before the weights, which may take minutes
-    return load_decoder_as(Decoder, path, device, dtype, base), tokenizer
+    return load_decoder(Decoder, path, device, dtype, base), tokenizer
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -134,21 +134,10 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def load_decoder(
-    path: Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
-) -> Decoder:
-    """Read the model of a Hugging Face folder, without its tokenizer.
-
-    Raises:
-        RequestError: as `load_checkpoint`.
-    """
-    return load_decoder_as(Decoder, path, device, dtype)
-
-
-def load_decoder_as(
     kind: type[DecoderT],
     path: Path,
-    device: str | torch.device,
-    dtype: torch.dtype,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
     base: BaseKind = "float32",
 ) -> DecoderT:
     """Read the model of a Hugging Face folder as `kind`, a decoder class that defines the tensors.
