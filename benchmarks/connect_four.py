@@ -113,8 +113,8 @@ def solve(path: Path) -> None:
         rows.append(
             {
                 "stones": ply,
-                "positions a second": count / seconds,
-                "million nodes a second": solver.nodes / seconds / 1e6,
+                "positions per second": count / seconds,
+                "million nodes per second": solver.nodes / seconds / 1e6,
             }
         )
         print(rows[-1], flush=True)

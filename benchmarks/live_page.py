@@ -84,7 +84,7 @@ def watched(browser: Any, url: str, run: Any, seconds: float) -> dict[str, Any]:
     elapsed = time.monotonic() - began
     page.close()
     return {
-        "steps a second of the run": round((run.steps() - first) / elapsed, 2),
+        "steps per second of the run": round((run.steps() - first) / elapsed, 2),
         "median delay, seconds": round(statistics.median(delays), 3),
         "longest delay, seconds": round(max(delays), 3),
         "server, share of a core": round((sum(server.cpu_times()[:2]) - used) / elapsed, 4),

@@ -55,19 +55,23 @@ RECIPES: dict[str, tuple[str, ...]] = {
 }
 WAIT = ("--wait-metric", "wait")  # which the environment records
 ABOUT = """\
-The simulator runs the engine's scheduler, pools and outputs, and predicts only times. We calibrated it on
-this machine with prompts of equal length, and compared it with real runs of other workloads and recipes on
-one thread. The speed of this shared machine drifts within minutes. So the engine was calibrated before the
-workloads and after them, and the simulation used the mean. The recipes were simulated with one calibration.
+The simulator runs the engine's scheduler, pools and outputs, and predicts only times. It is calibrated on the
+machine with prompts of equal length. The real runs are other workloads and recipes, on one thread of the same
+machine.
 
-The lengths of the answers are an input. Each simulation gets the lengths of its real run. Only the column
-*error before any run* uses the lengths of the demonstrations. *Age* is the number of updates between sampling
-an answer and training on it.
+* The speed of this shared machine drifts within minutes. So the engine was calibrated before the workloads
+  and after them, and the simulation used the mean. The recipes were simulated with one calibration.
+* The lengths of the answers are an input: those of the real run or, in the column *error before any run*,
+  those of the demonstrations.
+* An *error* is the prediction minus the measurement, divided by the measurement. The *spread* is the range of
+  repeated real runs around their median. An error within the spread does not show a difference.
+* *P99* is the 99th percentile of the latencies.
+* *Beginning and end* is the time of a stage outside its steps. *Seconds of the command* is the elapsed time
+  of `perilune simulate` for the whole recipe.
+* *Age* is the number of updates between sampling an answer and training on it.
 
-The *spread* is the range of repeated real runs around their median. An error within the spread does not
-show a difference. The workloads are not strictly held out. After a first comparison with them, we added
-three cases to the calibration: requests without a group, steps that mix prefill with decoding, and keys
-that a group shares."""
+The workloads are not strictly held out. After a first comparison with them, we added three cases to the
+calibration: requests without a group, steps that mix prefill with decoding, and keys that a group shares."""
 
 
 @dataclass(frozen=True)

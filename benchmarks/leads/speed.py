@@ -82,8 +82,8 @@ def prefix_cache(document: Document) -> Lead:
         f"In a model with attention windows, {hits['plain LRU']:.0%} of the prompt tokens are found in the "
         f"cache with plain LRU, {hits['tail rule']:.0%} with the engine's rule of eviction and "
         f"{hits['announced']:.0%} if requests announce their pauses; offloading to host memory changes the "
-        f"CPU time of {speed['model']} from {speed['seconds without']:.1f} s to {speed['seconds with']:.1f} "
-        "s.",
+        f"CPU time of {speed['model']} from {speed['seconds without offloading']:.1f} s to "
+        f"{speed['seconds with offloading']:.1f} s.",
     )
 
 
