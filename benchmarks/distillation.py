@@ -79,7 +79,7 @@ def of_arm(arm: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "pass@1": [evaluation["pass@1"]["mean"] for evaluation in evaluations],
         "pass@8": [evaluation["pass@8"]["mean"] for evaluation in evaluations],
         "greedy": [evaluation["greedy"]["mean"] for evaluation in evaluations],
-        "seconds": [run[arm]["summary"]["seconds"] for run in runs],
+        "seconds of the stage": [run[arm]["summary"]["seconds"] for run in runs],
     }
 
 

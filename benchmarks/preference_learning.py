@@ -86,7 +86,7 @@ def of_arm(arm: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "pass@1": [evaluation["pass@1"]["mean"] for evaluation in evaluations],
         "pass@8": [evaluation["pass@8"]["mean"] for evaluation in evaluations],
         "greedy": [evaluation["greedy"]["mean"] for evaluation in evaluations],
-        "length": [evaluation["length"]["mean"] for evaluation in evaluations],
+        "tokens per answer": [evaluation["length"]["mean"] for evaluation in evaluations],
     }
     summaries = [run[arm]["summary"] for run in runs]
     if "collapse_step" in summaries[0]:

@@ -198,7 +198,7 @@ def compound(value: Any, level: int) -> list[str]:
     rows = [flat(row) if isinstance(row, Mapping) else row for row in value]
     visible, left_out = rows[:MOST_ROWS], len(rows) - MOST_ROWS
     lines = rows_table(visible) if alike(rows) else [f"* {cell(row)}" for row in visible] + [""]
-    return lines + ([f"And {left_out} more.", ""] if left_out > 0 else [])
+    return lines + ([f"The JSON has {left_out} more rows.", ""] if left_out > 0 else [])
 
 
 def flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

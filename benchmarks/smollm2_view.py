@@ -99,7 +99,7 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
                 "seconds": figures["seconds"],
                 "peak GiB": figures.get("peak GiB"),
                 "perplexity of English before": figures["perplexity of English"][0],
-                "after": figures["perplexity of English"][1],
+                "perplexity of English after": figures["perplexity of English"][1],
                 "KL to the start, nats per answer": figures["KL to the start, nats per answer"],
             }
             for run in runs

@@ -69,7 +69,9 @@ def main() -> None:
         "findings": findings,
         "accuracy": {
             name: {
-                key: [run[stage]["summary"][key]["mean"] for run in runs]
+                "tokens per answer" if key == "length" else key: [
+                    run[stage]["summary"][key]["mean"] for run in runs
+                ]
                 for key in ("pass@1", "pass@8", "greedy", "length")
             }
             for name, stage in STAGES.items()
