@@ -80,7 +80,7 @@ def test_service_samples_tokenizer_tokens_only_and_marks_continued_texts(tmp_pat
     chat: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "1"}]}
     opened = {"add_generation_prompt": False, "continue_final_message": True}
     bodies = [CompletionBody(model="m", prompt="1"), ChatBody(**chat), ChatBody(**chat, **opened)]
-    asked = [service._requests(body, [[5]], 4, 0, None)[0] for body in bodies]
+    asked = [service._requests(body, [[5]], None)[0] for body in bodies]
     assert [request.continues_text for request in asked] == [True, False, True]
     service.close()
 
