@@ -361,6 +361,27 @@ def test_copied_url_restores_the_view(window: Window, browser: Any, report: Path
     page.goto(report.as_uri())
 
 
+def test_following_a_link_keeps_settings_that_are_not_in_the_address_yet(
+    browser: Any, tmp_path: Path
+) -> None:
+    made = SyntheticExperiment(tmp_path)
+    made.rl(steps=2, prompts=2)
+    page = browser.new_page()
+    Window(page, build_report(made.view(), tmp_path / "report.html"))
+    page.evaluate(
+        """() => {
+            const link = document.createElement("a");
+            link.href = "#episodes";
+            document.body.append(link);
+            Address.set("first", "1");
+            Address.set("second", "2");
+            link.click();
+        }"""
+    )
+    wait_until(page, "location.hash === '#episodes'")
+    wait_until(page, "location.search.includes('first=1') && location.search.includes('second=2')")
+
+
 def test_episode_detail_shows_the_same_task_across_steps(browser: Any, tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     root = made.rl(steps=6, prompts=2)

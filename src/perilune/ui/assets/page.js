@@ -250,6 +250,7 @@ const Address = (() => {
     show();
   }
 
+  addEventListener("click", write, true); // a link would drop changes
   addEventListener("popstate", () => {
     changes.clear();
     for (const show of restorers) show();
