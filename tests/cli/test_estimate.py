@@ -180,7 +180,7 @@ def test_times_of_child_processes_are_finer_than_ticks() -> None:
         time.sleep(0.2)
         spent = child_processor_seconds()
         child.communicate(b"\n")
-    assert 0 < spent < 5 and abs(spent - round(spent, 2)) > 1e-6
+    assert spent > 0 and abs(spent - round(spent, 2)) > 1e-6
 
 
 def test_estimate_takes_lengths_from_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def server(tmp_path: Path) -> Iterator[Sshd]:
 
 def write_template(home: Path, server: Sshd, port: int, workspace: Path) -> None:
     """Write templates/lab.yaml from the page with the address, keys and folders of this machine."""
-    block = re.search(r'```yaml title="[^"]*/lab.yaml"\n(.*?)```', PAGE.read_text(), re.DOTALL)
+    block = re.search(r'```yaml title="[^"]*/gpu2.yaml"\n(.*?)```', PAGE.read_text(), re.DOTALL)
     assert block is not None
     document = yaml.safe_load(block[1])
     own = server.settings(port).model_dump(exclude_none=True)
