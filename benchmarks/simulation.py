@@ -6,8 +6,7 @@ The engine is calibrated for two models, with full attention and with windows, o
 equal length, but the workloads and recipes differ from them. The speed of a shared machine drifts within
 minutes. So the engine is calibrated before the workloads run and again after them, and the simulation uses
 the mean. Each simulation uses the tokens of the real run.
-Run the benchmark on an idle machine, or in front of everything else: `chrt --rr 1 python ...`. It takes about
-25 minutes. Writes results/simulation.json.
+Run the benchmark on an idle machine. It takes about 25 minutes. Writes results/simulation.json.
 """
 
 import argparse
