@@ -115,6 +115,8 @@ def pages() -> dict[str, str]:
     entries = {}
     for path in sorted(RESULTS.glob("*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))
+        if data.get("records") == []:
+            continue  # learning rates are tuned, and no arm is compared yet
         document = VIEWS.get(path.stem, dict)(data)
         document.setdefault("lead", path.stem in LEADS and LEADS[path.stem](data))
         if not document["lead"]:
