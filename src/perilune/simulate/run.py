@@ -173,7 +173,7 @@ class Simulation:
         return sampling, clock.now - began - sampling
 
     def start_seconds(self) -> float:
-        """Return the seconds until the first step, including those after the last one."""
+        """Return the seconds of the stage before its first step and after its last one."""
         return self.times.start + (self.times.checks if self.plan.checked else 0.0)
 
     def evaluate(self, step: int, now: float) -> float:

@@ -220,6 +220,7 @@ const Address = (() => {
   }
 
   function write() {
+    if (!changes.size) return;
     const url = new URL(location.href);
     for (const [name, value] of changes)
       if (name === "#") url.hash = location.hash === place ? value : location.hash; // unless a link was followed
