@@ -35,7 +35,7 @@ def environment() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def deep() -> Iterator[Any]:
-    made = make_environment({**COMPACT, "prompt": "natural", "depth": 2, "asks": 5, "calls": 3})
+    made = make_environment({**COMPACT, "prompt": "natural", "depth": 2, "asks": 5, "calls_per_block": 3})
     yield made
     made.close()
 

@@ -42,7 +42,7 @@ class ExplorationSettings(Frozen):
         " single turn; 2: an ask with its own context may explore it with code, and so on",
     )
     asks: int = Field(4096, ge=1, le=10_000_000, description="maximum asks of an episode")
-    calls: int = Field(
+    calls_per_block: int = Field(
         8, ge=1, le=1000, description="maximum calls of ask and ask_all in a block, one after another"
     )
     ask_tokens: int | None = Field(
@@ -108,7 +108,7 @@ class Exploration:
             messages: its prompt; none for the player, whose prompt is the task's.
         """
         functions = asks.FUNCTIONS if agent.depth else ()
-        interpreter = Interpreter(self._code, {"C": agent.context}, functions, self._settings.calls)
+        interpreter = Interpreter(self._code, {"C": agent.context}, functions, self._settings.calls_per_block)
         style = self._settings.prompt
         for _ in range(self._settings.turns):
             (text,) = yield [AgentTurn(agent.agent_id, tuple(messages), "explore")]

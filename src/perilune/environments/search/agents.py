@@ -76,7 +76,7 @@ class CodeAgent:
 
 
 class CallAgent:
-    """Answers one function call a turn. The agent sees the whole result."""
+    """Answers one function call a turn. The agent sees the beginning of its result."""
 
     def __init__(self, stack: SearchStack, style: prompts.Style, max_output_chars: int) -> None:
         self._stack, self._style, self._max_output_chars = stack, style, max_output_chars

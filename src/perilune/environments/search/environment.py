@@ -56,7 +56,7 @@ class SearchSpec(Frozen):
     turns: int = Field(8, ge=1, le=64, description="maximum turns of an episode")
     searches: int = Field(64, ge=1, le=100_000, description="maximum queries of an episode")
     results: int = Field(20, ge=1, le=1000, description="maximum documents that a query returns")
-    calls: int = Field(
+    calls_per_block: int = Field(
         8, ge=1, le=1000, description="maximum calls of search, fan_out and rerank in a block, in mode code"
     )
     sandbox: SandboxSpec = Field(
@@ -141,7 +141,7 @@ class SearchEnvironment(MultiTurn):
         style, max_output_chars = self.spec.prompt, self.spec.sandbox.output
         if self.spec.mode == "calls":
             return CallAgent(stack, style, max_output_chars)
-        return CodeAgent(self._code, stack, style, self.spec.calls, max_output_chars)
+        return CodeAgent(self._code, stack, style, self.spec.calls_per_block, max_output_chars)
 
     def _corpus(self, task: Task) -> Corpus:
         if self.spec.corpus is not None:
