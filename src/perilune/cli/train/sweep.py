@@ -116,8 +116,8 @@ def sweep(
     Each arm and seed is an experiment. Stages that arms have in common run once. An arm that fails does not
     stop the others. The same command continues a sweep that was interrupted, and retries what failed.
 
-    A range is drawn on a logarithmic scale if its bounds are decimals above 0, else uniformly. It needs
-    --random or --search.
+    A range is drawn on a logarithmic scale if it starts above 0 and a bound has a point or an exponent, as
+    1e-6, else uniformly. It needs --random or --search.
 
     \b
     perilune sweep words.yaml --set rl.lr=1e-5,3e-5,1e-4 --seeds 3
