@@ -193,9 +193,10 @@ class FrameAttention:
 class DecoderStage(Stage[SpeechStream]):
     """Decodes chunks of frames to samples.
 
-    A stream is ready when it has all frames of its next chunk, or its last frames. The stage decodes the most
-    urgent ready stream together with all others whose chunks have the same length. The codec is causal, so
-    the last chunk of an utterance is padded with arbitrary codes and its samples are truncated.
+    A stream is ready when it has all frames of its next chunk, or its last frames. The stage decodes as many
+    frames as the chunk of the most urgent ready stream has, of all ready streams that have as many, and first
+    chunks apart from later ones. The codec is causal, so the last chunk of an utterance is padded with
+    arbitrary codes and its samples are truncated.
 
     Its queue has the utterances with frames to decode or an end to report.
     """
