@@ -195,6 +195,12 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
                 f"process_rewards.role is {settings.role}, and {algorithm.name} takes"
                 f" process rewards as {expected}"
             )
+        if self.kl and self.kl_estimator == "k1_reward" and settings.role in ("advantage", "trace"):
+            yield (
+                "kl_estimator is k1_reward, which changes the algorithm's advantages, and"
+                f" process_rewards.role {settings.role} replaces them. Set kl_estimator to k2, a loss with"
+                " the same gradient"
+            )
         if self.reward_model and settings.name == "montecarlo":
             yield (
                 "process_rewards: montecarlo estimates the verifier's score, and the reward is that of"
