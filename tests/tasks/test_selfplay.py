@@ -310,3 +310,9 @@ def test_magnet_is_the_newest_member_before_and_after_resume(
 def test_magnet_without_a_movable_reference_is_refused(more: dict[str, Any], what: str) -> None:
     with pytest.raises(ValueError, match=what):
         SelfPlaySpec.model_validate({"checkpoint": "sft", "league": {"magnet": "newest"}, **more})
+
+
+def test_best_checkpoint_by_a_metric_is_refused() -> None:
+    """The stage would write the champion's weights in its place."""
+    with pytest.raises(ValueError, match="outputs the champion"):
+        SelfPlaySpec.model_validate({"checkpoint": "sft", "keep": {"best": "reward"}})

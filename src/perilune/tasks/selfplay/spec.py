@@ -52,5 +52,7 @@ class SelfPlaySpec(RLSpec):
                 " lora nor with an algorithm that measures the distance to the initial policy. Set"
                 " league.magnet: initial"
             )
+        if self.keep.best is not None:
+            yield "selfplay outputs the champion, which the league chooses. Remove keep.best"
         if self.eval is not None:
             yield "selfplay evaluates by matches: set league.every, league.games and league.against"
