@@ -71,8 +71,16 @@ def test_flywheel_stops_when_a_round_shows_no_gain(tmp_path: Path) -> None:
     bundle = run_task(tmp_path / "b", "flywheel", environment=ENDS, lr=1e-7, steps=5)
     report = summary(bundle)
     assert report["rounds"] < 5 and report["stopped"] == "a round may have gained nothing"
+    assert report["steps"] == report["rounds"]
     assert metrics(bundle)[-1]["gain_low"] <= 1
     assert (bundle / WEIGHTS).exists()
+
+
+def test_summary_covers_all_rounds_although_an_earlier_one_is_best(turned: Path, tmp_path: Path) -> None:
+    kept = run_task(tmp_path / "b", "flywheel", environment=ENDS, keep={"best": "tokens_per_row"})
+    report, expected = summary(kept), summary(turned)
+    assert report["best"]["step"] == 1
+    assert (report["rounds"], report["gain"]) == (expected["rounds"], expected["gain"])
 
 
 def test_flywheel_without_right_answers_is_an_error(tmp_path: Path) -> None:

@@ -54,7 +54,8 @@ def run(workspace: Workspace, spec: FlywheelSpec) -> dict[str, Any]:
             return rounds.evaluate(done + 1, sampled, watch)
 
         loop.run(step)
-    return {**loop.finish(player.policy), **rounds.summary()}
+    summary = rounds.summary()  # `finish` may load the learner's state of the best round
+    return {**loop.finish(player.policy), **summary}
 
 
 @dataclass(frozen=True)

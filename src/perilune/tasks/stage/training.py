@@ -317,8 +317,8 @@ def _write_results(
 
 
 def _last_step(workspace: Workspace, spec: TrainingSpec) -> int:
-    """Return the last step: an evaluation may have ended the stage before `steps`."""
-    lines = workspace.metrics() if getattr(spec, "eval", None) else []
+    """Return the last step: the stage may have ended before `steps`."""
+    lines = workspace.metrics()
     return int(lines[-1]["step"]) if lines else spec.steps
 
 
