@@ -228,6 +228,21 @@ def test_contradictory_evaluation_options_are_refused(
         make_job(task, **options)
 
 
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [
+        ("sft", {"validation": 0.1, "eval": {"best": "data/accuracy"}}),
+        ("preference", {"validation": 0, "eval": {"best": "data/accuracy"}}),
+        ("rl", {"eval": {"best": "heldout/loss"}}),
+    ],
+)
+def test_best_metric_that_no_evaluation_measures_is_refused(task: str, options: dict[str, Any]) -> None:
+    """Otherwise `output: best` and `stop_after` would have no effect."""
+    with pytest.raises(RequestError, match="the evaluations measure heldout/pass@1, heldout/reward"):
+        load_plugin(task).plan(make_job(task, **options))
+    load_plugin("preference").plan(make_job("preference", eval={"best": "data/accuracy"}))
+
+
 def test_too_few_held_out_tasks_fail_before_training(tmp_path: Path) -> None:
     few = {**DIGITS, "limit": 12}
     with pytest.raises(RequestError, match=r"digits gave \d of 100 held-out tasks"):

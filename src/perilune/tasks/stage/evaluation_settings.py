@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, ClassVar, Literal, TypedDict
 
 from pydantic import Field, field_validator, model_validator
 
@@ -94,6 +94,7 @@ class EvaluatedSpec(TrainingSpec):
     eval: EvaluationSettings | None = Field(
         None, description="evaluate on held-out tasks during training; {} uses the defaults"
     )
+    data_figures: ClassVar[tuple[str, ...]] = ()  # that the stage measures on held-out data
 
     @model_validator(mode="after")
     def _check_best(self) -> EvaluatedSpec:
@@ -128,15 +129,17 @@ class EvaluatedSpec(TrainingSpec):
         if self.eval is None:
             return
         figure = self.eval.figure(job.environment).removeprefix(EVAL_PREFIX)
-        name, sections = figure.split("/")[0], self.eval.sections(job.environment)
-        data_sets = [DATA_SET] if getattr(self, "validation", 0) else []
-        if name not in (*sections, *data_sets):
-            known = ", ".join([*sections, *data_sets])
+        sections = self.eval.sections(job.environment)
+        measured = [f"{name}/{task_figure}" for name in sections for task_figure in ("pass@1", "reward")]
+        if getattr(self, "validation", 0):
+            measured += [f"{DATA_SET}/{data_figure}" for data_figure in self.data_figures]
+        if figure not in measured:
+            known = ", ".join(measured)
             raise RequestError(
                 f"the best checkpoint is chosen by {figure}, and "
-                + (f"the sets are {known}" if known else "nothing is held out"),
+                + (f"the evaluations measure {known}" if known else "nothing is held out"),
                 where=f"stages.{job.stage}.eval",
-                remedy="set eval.best to a figure of a set"
+                remedy="set eval.best to one of these"
                 if known
                 else "set eval.tasks, or validation for held-out data",
             )

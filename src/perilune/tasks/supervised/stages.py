@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -48,6 +48,8 @@ class RowSpec(Frozen):
 
 class SFTSpec(EvaluatedSpec, LearnerSettings, ForgettingSpec, RowSpec):
     """Fields of an sft stage."""
+
+    data_figures: ClassVar[tuple[str, ...]] = ("loss",)
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(
         "model", description="checkpoint to start from"
@@ -98,6 +100,8 @@ class PairTrainingSpec(TrainingSpec, OptimizerSettings, RowSpec):
 
 class PreferenceSpec(PairTrainingSpec, EvaluatedSpec, LearnerSettings, ForgettingSpec):
     """Fields of a preference stage."""
+
+    data_figures: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(
         description="checkpoint to start from; a frozen copy is the reference"
