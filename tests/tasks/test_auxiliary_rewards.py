@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pydantic import ValidationError
-from task_cases import episodes, figures_of, metrics, run_task
+from task_cases import episodes, figures_of, metrics, run_task, summary
 
 from perilune.data.episode import Episode
 from perilune.errors import RequestError
@@ -69,3 +69,15 @@ def test_rl_with_auxiliary_rewards_reports_reward_and_gold(tmp_path: Path) -> No
         assert step["reward"].tolist() == pytest.approx([(1 + 3 * scale) * digit for digit in digits])
         assert line["reward"] == pytest.approx((1 + 3 * scale) * line["gold"]) and line["gold"] > 0
         assert line["auxiliary_scale"] == scale
+
+
+def test_falling_auxiliary_weights_are_no_collapse(tmp_path: Path) -> None:
+    bundle = run_task(
+        tmp_path, "rl", steps=30, lr=1e-7, save_every=30,
+        auxiliary_rewards={"weights": {"digits": 9.0}, "until": 1.0},
+    )  # fmt: skip
+    lines = metrics(bundle)
+    assert lines[-1]["reward"] < lines[0]["reward"] / 3
+    assert not any(line["collapse_alarm"] for line in lines)
+    (warning,) = summary(bundle)["warnings"]
+    assert f"went from {np.mean([line['gold'] for line in lines[:6]]):.3f} to" in warning

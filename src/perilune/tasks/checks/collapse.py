@@ -8,7 +8,11 @@ does not inflate it.
 """
 
 import math
+from collections.abc import Mapping
 from statistics import fmean
+from typing import Any
+
+from perilune.environments.core.rewards import GOLD_METRIC
 
 WINDOW_STEPS = 10  # steps in a mean
 MIN_DROP_SHARE = 0.4  # smallest drop, relative to the best mean
@@ -17,6 +21,11 @@ ALARM_STEPS = 5  # consecutive steps with such a drop
 MIN_DEAD_SHARE = 0.8  # share of dead groups from which a smaller drop counts
 MIN_DEAD_RISE = 0.3  # rise of this share, which is required too
 MIN_DROP_ERRORS_IF_DEAD = 2.0  # smallest drop at such a share, in standard errors
+
+
+def lasting_reward(line: Mapping[str, Any]) -> float:
+    """Return a step's mean reward, without auxiliary rewards, whose weights fall to 0."""
+    return float(line[GOLD_METRIC if "auxiliary_scale" in line else "reward"])
 
 
 class CollapseWatch:

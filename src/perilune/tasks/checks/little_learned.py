@@ -6,6 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from perilune.metrics.learnability import SOLVED_PASS_RATE
+from perilune.tasks.checks.collapse import lasting_reward
 
 MIN_STEPS = 10  # steps below which nothing is concluded
 MIN_RISE_ERRORS = 2.0  # standard errors by which the reward must rise
@@ -25,7 +26,7 @@ def little_learned_warning(lines: Sequence[Mapping[str, Any]], episodes: int) ->
         return ""
     edge = len(lines) // 5
     parts = lines[:edge], lines[-edge:]
-    first, last = (_mean(part, "reward") for part in parts)
+    first, last = (fmean(map(lasting_reward, part)) for part in parts)
     error = math.hypot(*(_mean(part, "reward_std") for part in parts)) / math.sqrt(edge * episodes)
     if last - first > MIN_RISE_ERRORS * error or _mean(parts[0], "pass_rate") > SOLVED_PASS_RATE:
         return ""

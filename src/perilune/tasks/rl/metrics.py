@@ -17,7 +17,7 @@ from perilune.learn.weights import WeightedGroup, step_figures
 from perilune.metrics.length_dynamics import length_dynamics
 from perilune.rollout.timing import Stopwatch
 from perilune.tasks.checks.answer_form import FormWatch
-from perilune.tasks.checks.collapse import CollapseWatch
+from perilune.tasks.checks.collapse import CollapseWatch, lasting_reward
 from perilune.tasks.checks.gold_watch import GoldWatch
 from perilune.tasks.checks.little_learned import little_learned_warning
 from perilune.tasks.rl.curriculum import uniform_metrics
@@ -55,7 +55,7 @@ class StepRecorder:
         self._form = FormWatch(workspace)
         for line in workspace.step_metrics():
             self._count_dead(line["dead_groups"])
-            self._collapse.observe(line["step"], line["reward"], line["dead_groups"])
+            self._collapse.observe(line["step"], lasting_reward(line), line["dead_groups"])
             self._form.observe(line)
 
     def record(
@@ -91,8 +91,8 @@ class StepRecorder:
             **environment_figures([group.episodes for group in groups]),
             **{f"own/{name}": value for name, value in self._custom.figures(episodes).items()},
             **uniform_metrics([group.episodes for group in groups]),
-            "collapse_alarm": self._collapse_alarm(step, mean, dead),
         }
+        line["collapse_alarm"] = self._collapse_alarm(step, lasting_reward(line), dead)
         if warning := self._form.observe(line):
             self._workspace.log(f"warning: step {step}: {warning}")
             self._workspace.event("rare_form", step=step)
