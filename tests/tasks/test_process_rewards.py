@@ -71,7 +71,8 @@ def policy() -> Iterator[SimpleNamespace]:
 def process(policy, settings, max_tokens: int = 8) -> ProcessRewards:
     environment = make_environment(STATED)
     spec = RLSpec(checkpoint="model", max_tokens=max_tokens)
-    rollouts = RolloutWorker(Engine(policy.decoder), policy.tokenizer, Spy(policy.scorer), environment, 5)
+    engine = Engine(policy.decoder, tokenizer=policy.tokenizer)
+    rollouts = RolloutWorker(engine, policy.tokenizer, Spy(policy.scorer), environment, 5)
     return ProcessRewards(settings, policy.decoder, rollouts, spec, 512)
 
 
@@ -199,6 +200,25 @@ def test_continuations_start_from_the_prefix(policy) -> None:
     assert cut and not all(transcript.finished for transcript in cut)
 
 
+def test_continuations_end_at_the_stop_texts_of_their_task(policy, monkeypatch) -> None:
+    """Each part of a mixture has its own stop texts."""
+    made = process(policy, MonteCarloValues())
+    tasks, how = tasks_and_options(made, 2)
+    stops = {tasks[0].task_id: ("a", "7"), tasks[1].task_id: ()}
+    monkeypatch.setattr(
+        RolloutWorker, "add_stop_texts", lambda _, params, task: replace(params, stop=stops[task.task_id])
+    )
+    prompts = [np.array(policy.tokenizer.encode_prompt(task.prompt), np.int32) for task in tasks]
+    prefixes = [Prefix(task, prompt, prompt[:0]) for task, prompt in zip(tasks, prompts, strict=True)]
+    score_continuations(made.rollouts, prefixes, 40, replace(how["params"], max_tokens=60), 1)
+    stopped, free = made.rollouts.scorer.items[:40], made.rollouts.scorer.items[40:]
+    texts = [transcript.text for _, transcript in stopped]
+    assert not any(character in text[:-1] for text in texts for character in "a7")
+    assert {text[-1] for text in texts if text} >= {"a", "7"}
+    assert all(transcript.finished for _, transcript in stopped if transcript.text[-1:] in ("a", "7"))
+    assert any("a" in transcript.text[:-1] for _, transcript in free)
+
+
 def test_continuations_use_other_random_numbers_than_episodes(policy) -> None:
     made = process(policy, MonteCarloValues(continuations=2, segments=SHORT))
     tasks, how = tasks_and_options(made, 1)
@@ -266,6 +286,10 @@ def test_process_rewards_are_computed_before_the_updates_of_a_batch(tmp_path) ->
         ({"algorithm": "ppo", "process_rewards": "answer"}, "takes process rewards as reward"),
         ({"process_rewards": {"name": "answer", "role": "reward"}}, "bonus, advantage or trace"),
         ({"process_rewards": "montecarlo", "reward_model": "judge"}, "estimates the verifier's score"),
+        (
+            {"process_rewards": "montecarlo", "kl": 0.1, "kl_estimator": "k1_reward"},
+            "role advantage replaces them",
+        ),
         ({"process_rewards": "oracle"}, "answer"),
         ({"process_rewards": {"name": "answer", "continuations": 3}}, "continuations"),
     ],

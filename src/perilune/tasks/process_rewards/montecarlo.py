@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from perilune.engine.request import Prompt, SamplingParams
+from perilune.engine.request import Completion, Prompt, SamplingParams
 from perilune.environments.core.protocol import Score, Task, Transcript
 from perilune.rollout.worker import RolloutWorker
 from perilune.watchdog import STALL_SECONDS, Watchdog
@@ -27,8 +27,8 @@ def score_continuations(
 ) -> list[NDArray[np.float64]]:
     """Return the rewards float64[count] of `count` continuations of each prefix, NaN for failures.
 
-    An answer has at most `params.max_tokens` tokens, with those of its prefix. Equal prefixes are continued
-    once. The random numbers differ from those of all episodes.
+    An answer has at most `params.max_tokens` tokens, with those of its prefix, and ends at the environment's
+    stop texts too. Equal prefixes are continued once. The random numbers differ from those of all episodes.
     """
     if not prefixes:
         return []
@@ -42,14 +42,20 @@ def score_continuations(
         Prompt([*prefix.prompt_ids.tolist(), *prefix.token_ids.tolist()], (seed, step, index))
         for index, prefix in enumerate(distinct.values())
     ]
+    stops = [rollouts.add_stop_texts(params, prefix.task).stop for prefix in distinct.values()]
+    completions: dict[int, list[Completion]] = {}
     with Watchdog("sampling") as wait:
-        completions = rollouts.engine.sample(
-            prompts, count, replace(params, max_tokens=longest), lambda *_: wait.progress()
-        )
+        for stop in dict.fromkeys(stops):
+            chosen = [index for index, own in enumerate(stops) if own == stop]
+            own_params = replace(params, max_tokens=longest, stop=stop)
+            sampled = rollouts.engine.sample(
+                [prompts[index] for index in chosen], count, own_params, lambda *_: wait.progress()
+            )
+            completions |= zip(chosen, sampled, strict=True)
     items = []
-    for prefix, group in zip(distinct.values(), completions, strict=True):
+    for index, prefix in enumerate(distinct.values()):
         room = params.max_tokens - len(prefix.token_ids)
-        for sample in group:
+        for sample in completions[index]:
             tokens = [*prefix.token_ids.tolist(), *sample.token_ids[:room].tolist()]
             finished = sample.finish_reason == "stop" and len(sample.token_ids) <= room
             items.append((prefix.task, Transcript(rollouts.tokenizer.decode(tokens), finished=finished)))
