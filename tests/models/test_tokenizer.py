@@ -476,6 +476,26 @@ def test_template_variables_must_be_json():
     assert chatml().encode_prompt(HELLO, self=1, messages=2, conversations=3) == chatml().encode_prompt(HELLO)
 
 
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ 'Current date: ' + strftime_now('%Y-%m-%d') }}", "Current date: 2024-07-26"),  # like gpt-oss
+        ("{% set today = strftime_now('%d %B %Y') %}{{ today }}", "26 July 2024"),  # like SmolLM3, Mistral
+        (  # like Llama 3.2
+            "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% else %}26 Jul 2024{% endif %}",
+            "26 Jul 2024",
+        ),
+    ],
+)
+def test_date_in_a_template_is_fixed(template: str, text: str) -> None:
+    assert chatml(template).render_prompt(HELLO) == text
+
+
+def test_template_can_append_an_object_to_a_text() -> None:
+    tokenizer = chatml("{{ 'call ' + tools[0]['arguments'] + '!' }}")
+    assert tokenizer.render_prompt(HELLO, tools=[{"arguments": {"é": [1, {}]}}]) == 'call {"é": [1, {}]}!'
+
+
 LOUD = chatml(
     # The texts are separated: adjacent texts could form a control token, which no known template allows.
     "{% for message in messages %}<|im_start|>{{ message.role }} {{ message.name }}\n"

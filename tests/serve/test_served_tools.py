@@ -264,6 +264,53 @@ def test_template_receives_tools_and_earlier_calls(tmp_path: Path) -> None:
     assert service.model.tool_format.name == "mistral"
 
 
+WRITES = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+KNOWS = "{% for m in messages if m.role in ('developer', 'user') %}[{{ m.role }}]{% endfor %}"
+CONCATENATES = (  # like DeepSeek-V3.1
+    "{% for m in messages %}{% for call in m.tool_calls or [] %}"
+    "{{ '<tool_call>' + call['function']['name'] + call['function']['arguments'] }}{% endfor %}{% endfor %}"
+)
+TESTS_CONTENT = (  # like DeepSeek-V3
+    "{% for m in messages %}{% if m['content'] is none %}<tool_call>{{ m.tool_calls | length }}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "prompt"),
+    [
+        (WRITES, [{"role": "developer", "content": "Brief."}, *ASKED], "[system] Brief.[user] 2+3?"),
+        (KNOWS, [{"role": "developer", "content": "Brief."}, *ASKED], "[developer][user]"),
+        (CONCATENATES, [(None, '{"a": 1}')], '<tool_call>add{"a": 1}'),
+        (CONCATENATES, [(None, "")], "<tool_call>add{}"),
+        (TESTS_CONTENT, [(None, "{}")], "<tool_call>1"),
+        (TESTS_CONTENT, [("", "{}")], ""),
+        (WRITES + "{# <tool_call> tool_calls #}", [(None, "{}")], "[assistant] "),
+    ],
+)
+def test_template_gets_messages_as_it_expects_them(
+    tmp_path: Path, template: str, messages: list[Any], prompt: str
+) -> None:
+    messages = [
+        {
+            "role": "assistant",
+            "content": message[0],
+            "tool_calls": [{"id": "1", "function": {"name": "add", "arguments": message[1]}}],
+        }
+        if isinstance(message, tuple)
+        else message
+        for message in messages
+    ]
+    tokenizer = TOKENIZER.with_chat_template(template, where="test")
+    save_checkpoint(tmp_path / "m", new_model(PRESETS["tiny"], tokenizer, seed=0), tokenizer)
+    service, _ = _make_service(Settings(tmp_path / "m", name="m"), print)
+    app = make_app(service, token=None, bodies=BodyLimits(1 << 20), routers=[text_routes(service)])
+    with TestClient(app, base_url="http://127.0.0.1") as http:
+        answer = http.post("/tokenize", json={"messages": messages})
+    assert answer.status_code == 200, answer.json()
+    assert TOKENIZER.decode(answer.json()["tokens"]) == prompt
+
+
 @pytest.mark.parametrize(
     ("options", "prompt"),
     [

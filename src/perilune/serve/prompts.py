@@ -1,18 +1,21 @@
 """Encodes prompts and conversations as tokens in threads, so that the event loop is never blocked."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from perilune.errors import WorkFailedError
 from perilune.models.text.spelled_tokens import Rendered
-from perilune.models.text.turns import render_continued
+from perilune.models.text.turns import is_in_template, render_continued
 from perilune.serve.errors import ApiError
 from perilune.serve.lanes import LONG_TASK_SIZE, Lanes
 from perilune.serve.model import ServedModel
 from perilune.serve.schema import Message
+from perilune.serve.tool_formats import ToolFormat
 
 _MAX_CHARS_PER_TOKEN = 16  # of a prompt for each token of the context; English has 4 to 5
+_TESTS_CONTENT = re.compile(r"\bcontent\b['\"\]]* is (not )?none")
 
 
 @dataclass(frozen=True)
@@ -72,13 +75,22 @@ class Prompts:
     def _messages(self, conversation: Conversation) -> list[dict[str, Any]]:
         calls = self.model.tool_format
         as_text = None if self._template_has("tool_calls") else calls
-        messages = [message.document(as_text) for message in conversation.messages]
+        messages = [self._document(message, as_text) for message in conversation.messages]
         if conversation.tools and not self._template_has("tools"):
             first = messages.pop(0)["content"] if messages[0]["role"] == "system" else ""
             system = calls.describe((tool["function"] for tool in conversation.tools), first)
             messages.insert(0, {"role": "system", "content": system})
         self.check_length(sum(message.characters for message in conversation.messages), "messages")
         return messages
+
+    def _document(self, message: Message, calls_as_text: ToolFormat | None) -> dict[str, Any]:
+        """Return the message as the chat template expects it."""
+        document, template = message.document(calls_as_text), self.model.tokenizer.chat_template
+        if message.role == "developer" and not is_in_template(self.model.tokenizer, "developer"):
+            document["role"] = "system"  # most templates drop or refuse other roles
+        if message.content is None and template is not None and _TESTS_CONTENT.search(template.source):
+            document["content"] = document["content"] or None  # DeepSeek-V3 writes calls only then
+        return document
 
     def _render(self, messages: list[dict[str, Any]], conversation: Conversation) -> list[Rendered]:
         if self._stopped:

@@ -374,7 +374,7 @@ class CalledTool(Body):
     def document(self) -> dict[str, Any]:
         """The call as chat templates expect it: with its arguments as an object, if they are one."""
         try:
-            arguments = json.loads(self.function.arguments)
+            arguments = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError):
             arguments = None
         parsed = arguments if isinstance(arguments, dict) else self.function.arguments

@@ -5,14 +5,15 @@ compilation. The answer to the first request, {"source", "seconds"}, is {"ready"
 request holds the inputs of the template, and its answer is {"text"} or {"failure"}.
 
 Whitespace rules, `raise_exception`, `tojson` and `{% generation %}` follow Hugging Face transformers, so that
-a template gives the same text in both. `strftime_now` is not defined: a prompt that depends on the date
-cannot be reproduced, and templates that use it fall back to a fixed date.
+a template gives the same text in both, except for the date: `strftime_now` formats a fixed one, because a
+prompt with the current date cannot be reproduced.
 """
 
 import json
 import os
 import sys
 from collections.abc import Mapping
+from datetime import date
 from typing import Any, BinaryIO, NoReturn
 
 import jinja2
@@ -29,6 +30,7 @@ from perilune.sandbox.own_root import library_folders
 MEMORY_BYTES = 256 << 20  # address space besides that of Python and Jinja
 MAX_CHARACTERS = 4 << 20  # in one rendered text
 _MAX_REASON_CHARACTERS = 500
+_DATE = date(2024, 7, 26)  # that of templates for Llama 3 where `strftime_now` is missing
 
 
 def main() -> None:
@@ -47,7 +49,14 @@ def main() -> None:
     _send_answer(answers, {"ready": True})
     for line in sys.stdin.buffer:
         allow_cpu(opening["seconds"])
-        _send_answer(answers, _render(template, json.loads(line)))
+        _send_answer(answers, _render(template, json.loads(line, object_hook=_Object)))
+
+
+class _Object(dict[str, Any]):
+    """An object. DeepSeek's templates append the arguments of a call to a text."""
+
+    def __radd__(self, text: str) -> str:
+        return text + _to_json(self)
 
 
 def _render(template: jinja2.Template, inputs: Mapping[str, Any]) -> dict[str, str]:
@@ -81,6 +90,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _format_date
     return environment
 
 
@@ -106,6 +116,10 @@ def _to_json(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+
+
+def _format_date(form: str) -> str:
+    return _DATE.strftime(form)
 
 
 def _raise_exception(message: str) -> NoReturn:
