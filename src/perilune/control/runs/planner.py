@@ -122,7 +122,7 @@ class Retry(Frozen):
     lost: int = Field(5, ge=0, description="retries after contact was lost")
     user: int = Field(0, ge=0, description="retries after a failure of the task itself")
     base: float = Field(
-        0.5, gt=0, description="seconds; the n-th retry waits a random time up to base * 2**n"
+        0.5, gt=0, description="seconds; the n-th retry waits a random time up to base * 2**(n - 1)"
     )
     cap: float = Field(300.0, gt=0, description="longest wait before a retry, in seconds")
 
