@@ -207,9 +207,21 @@ def test_write_keeps_arguments_that_are_not_json() -> None:
 
 @pytest.mark.parametrize("kind", ["qwen3_coder", "glm45"])
 def test_schema_decides_which_arguments_are_strings(kind: str) -> None:
-    properties = {"a": {"type": "string"}, "b": {"type": ["string", "null"]}, "c": {"type": "object"}}
+    optional = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    properties = {
+        "a": {"type": "string"},
+        "b": {"type": ["string", "null"]},
+        "c": {"type": "object"},
+        "h": optional,
+        "i": optional,
+        "j": {"enum": ["1", "2"]},
+        "k": {"type": None},
+        "l": {"type": 5, "enum": 5, "anyOf": 5},
+        "m": {"type": [[]]},
+    }
     form = FORMATS[kind].with_schemas({"f": {"properties": properties}})
     given = {"a": "007", "b": None, "c": {"d": "</arg>"}, "e": 1.5, "g": "text"}
+    given |= {"h": "12345", "i": None, "j": "1", "k": 1, "l": 2, "m": 3}
     text = form.format_calls([("f", json.dumps(given))])
     ((_, arguments),) = PartsReader(calls=form).feed(text, last=True).calls
     assert json.loads(arguments) == given

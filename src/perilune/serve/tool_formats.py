@@ -534,7 +534,7 @@ def _parse_json(text: str) -> Any:
 
 def _parse_argument(text: str, schema: Any) -> Any:
     """Parse an argument that is written as text: JSON, unless its schema allows strings."""
-    kinds = schema.get("type", []) if isinstance(schema, Mapping) else []
+    kinds = _allowed_types(schema)
     if "string" in kinds and not ("null" in kinds and text == "null"):
         return text
     literals = {"True": True, "False": False, "None": None, "null": None}
@@ -542,6 +542,19 @@ def _parse_argument(text: str, schema: Any) -> Any:
         return literals[text]
     value = _parse_json(text)
     return text if value is None else value
+
+
+def _allowed_types(schema: Any) -> set[str]:
+    """Return the names of the types that a schema allows; none if it does not say."""
+    if not isinstance(schema, Mapping):
+        return set()
+    kind, values = schema.get("type"), schema.get("enum")
+    kinds = kind if isinstance(kind, list) else [kind]
+    names = {name for name in kinds if isinstance(name, str)}
+    if isinstance(values, list):
+        names |= {"string" for value in values if isinstance(value, str)}
+    choices = (schema.get(key) for key in ("anyOf", "oneOf"))
+    return names.union(*(_allowed_types(one) for some in choices if isinstance(some, list) for one in some))
 
 
 def _list(value: Any) -> list[Any]:
