@@ -473,6 +473,11 @@ def test_template_variables_must_be_json():
     for inputs in ({"x": object()}, {"x": {1, 2}}, {"x": b"bytes"}):
         with pytest.raises(RequestError, match="cannot render"):
             chatml().encode_prompt(HELLO, **inputs)
+    nested: list = []
+    for _ in range(900):
+        nested = [nested]
+    with pytest.raises(RequestError, match="nest too deeply"):
+        chatml().encode_prompt(HELLO, x=nested)
     assert chatml().encode_prompt(HELLO, self=1, messages=2, conversations=3) == chatml().encode_prompt(HELLO)
 
 

@@ -65,6 +65,10 @@ def chat(**change: Any) -> tuple[str, Any]:
     return "chat/completions", body | change
 
 
+def respond(**change: Any) -> tuple[str, Any]:
+    return "responses", {"model": "tiny", "input": "1", "max_output_tokens": 1} | change
+
+
 def schema(document: Any) -> tuple[str, Any]:
     return chat(response_format={"type": "json_schema", "json_schema": {"schema": document}})
 
@@ -99,6 +103,23 @@ HOSTILE = {
     "deep variables": (chat(chat_template_kwargs=nested(100)), "nested deeper"),
     "many variables": (chat(chat_template_kwargs={"a": [1] * 11_000}), "more than 10,000 values"),
     "half a character in a chat": (chat(chat_template_kwargs={"shout": "\ud800", "\ud800": 1}), None),
+    "half a character before a message to continue": (
+        chat(
+            messages=[{"role": "user", "content": "\ud800"}, {"role": "assistant", "content": "x"}],
+            add_generation_prompt=False,
+            continue_final_message=True,
+        ),
+        "cannot encode",
+    ),
+    "half a character in the name of a format": (
+        respond(text={"format": {"type": "json_schema", "name": "\ud800", "schema": {}}}),
+        "text.format.name",
+    ),
+    "half a character in a hidden tool": (
+        respond(tools=[{"type": "function", "name": "f", "description": "\ud800"}], tool_choice="none"),
+        "tools.0.description",
+    ),
+    "half a character in instructions": (respond(instructions="\ud800"), "instructions"),
     "a variable called self": (chat(chat_template_kwargs={"self": 1, "conversations": 2}), None),
     "a choice of tool whose type is an object": (chat(tool_choice={"type": {}}), "tool_choice"),
     "a long role": (chat(messages=[{"role": "<eos>" * 20, "content": ""}]), "role"),

@@ -7,13 +7,14 @@ reasoning, as in a chat.
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, StringConstraints, Tag
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, Tag
 from pydantic import Discriminator as ByFunction
 
 from perilune.serve.bodies import Body, Document, Repeatable, RequestBody, require_part_types, validate_body
-from perilune.serve.schema import MAX_LOGPROBS, MAX_MESSAGES, MAX_TOOLS, ChatBody, Effort
+from perilune.serve.schema import MAX_LOGPROBS, MAX_MESSAGES, MAX_TOOLS, ChatBody, Effort, encodable
 
 Status = Literal["in_progress", "completed", "incomplete"]
+_Echoed = Annotated[str, AfterValidator(encodable)]  # a response repeats it
 _Id = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 # Arguments that mean the same in a chat.
@@ -104,7 +105,7 @@ _Item = Annotated[
 class _Function(Body):
     type: Literal["function"]
     name: Annotated[str, StringConstraints(min_length=1, max_length=64)]
-    description: str | None = None
+    description: _Echoed | None = None
     parameters: Repeatable | None = None
     strict: bool | None = None  # only `tool_choice` constrains arguments
 
@@ -125,8 +126,8 @@ _Metadata = Annotated[
 
 class _Format(Body):
     type: Literal["text", "json_object", "json_schema"]
-    name: str = "answer"
-    description: str | None = None
+    name: _Echoed = "answer"
+    description: _Echoed | None = None
     schema_: Repeatable | None = Field(None, alias="schema")
     strict: bool | None = None
 
@@ -162,7 +163,7 @@ class ResponseBody(RequestBody):
             lambda value: [{"role": "user", "content": value}] if isinstance(value, str) else value
         ),
     ]
-    instructions: str | None = None
+    instructions: _Echoed | None = None
     previous_response_id: _Id | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     store: bool = True

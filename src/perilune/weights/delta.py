@@ -43,7 +43,7 @@ ChangeFinder = Callable[[str, Tensor], NDArray[np.int64] | None]
 """Returns the ascending positions at which a named flat tensor may have changed; None if unknown."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_METADATA = {"version": r"[0-9]{1,15}", "base": r"([0-9a-f]{32})?", "result": r"[0-9a-f]{32}"}
+_METADATA = {"version": r"[0-9]{1,9}", "base": r"([0-9a-f]{32})?", "result": r"[0-9a-f]{32}"}
 _ZSTD_LEVEL = 1  # higher levels of zstd shrink gaps by another 2% in three times the time
 
 

@@ -61,7 +61,8 @@ class SpelledTokens:
         """Replace control tokens in template inputs; also return the control token of each ideograph.
 
         Raises:
-            RequestError: when there are more different control tokens than ideographs.
+            RequestError: when there are more different control tokens than ideographs, or the inputs nest too
+                deeply.
         """
         spelled: list[str] = []
         characters: set[str] = set()
@@ -71,7 +72,10 @@ class SpelledTokens:
             characters.update(text)
             return text
 
-        _map_texts(inputs, collect)
+        try:
+            _map_texts(inputs, collect)
+        except RecursionError:
+            raise RequestError("the messages nest too deeply") from None
         if not spelled:
             return inputs, {}
         free = (chr(code) for code in _IDEOGRAPHS if chr(code) not in characters)

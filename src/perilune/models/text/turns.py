@@ -6,12 +6,12 @@ messages of the other side follow, with the text that the chat template puts aro
 """
 
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from perilune.errors import RequestError
-from perilune.files import canonical_json, sha256_bytes
 from perilune.models.text.spelled_tokens import Rendered
 from perilune.models.text.tokenizer import Tokenizer
 
@@ -36,7 +36,7 @@ def encode_continuation(
     """
     if tokenizer.chat_template is None:
         return tokenizer.encode("".join(message["content"] for message in messages))
-    mark = _make_mark(opening, messages)
+    mark = _make_mark()
     (rendered,) = tokenizer.render_pieces([[*opening, {"role": "assistant", "content": mark}, *messages]])
     (ids,) = tokenizer.encode_pieces([_text_after_mark(rendered, mark)])
     return ids[1:] if ids[:1] == [last_token] else ids
@@ -53,7 +53,7 @@ def render_continued(
     Raises:
         RequestError: when the template refuses the messages or changes the content.
     """
-    mark, content = _make_mark(messages, []), messages[-1]["content"]
+    mark, content = _make_mark(), messages[-1]["content"]
     marked = [*messages[:-1], {**messages[-1], "content": f"{content}{mark} "}]
     (rendered,) = tokenizer.render_inputs([{**variables, "messages": marked}])
     before, separator, after = rendered.text.rpartition(mark)
@@ -124,7 +124,7 @@ def _segments(
             return _Segment(text="".join(message["content"] for message in messages))
         if not is_between:
             return _Segment(inputs=[{**variables, "messages": messages}])
-        mark = _make_mark(opening, messages)
+        mark = _make_mark()
         marked = [*opening, {"role": "assistant", "content": mark}, *messages]
         return _Segment(inputs=[{**variables, "messages": marked}], mark=mark)
 
@@ -201,9 +201,9 @@ def is_in_template(tokenizer: Tokenizer, name: str) -> bool:
     return template is not None and re.search(rf"(?<!\w){re.escape(name)}(?!\w)", template.source) is not None
 
 
-def _make_mark(opening: Sequence[Message], messages: Sequence[Message]) -> str:
+def _make_mark() -> str:
     """Return a text that no message contains."""
-    return sha256_bytes(canonical_json([[dict(message) for message in part] for part in (opening, messages)]))
+    return secrets.token_hex(32)
 
 
 def _text_after_mark(rendered: Rendered, mark: str) -> Rendered:
