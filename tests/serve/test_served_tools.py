@@ -200,7 +200,10 @@ def test_tokenize_and_detokenize_prompts_and_conversations(server: Served) -> No
         assert encoded["count"] == len(encoded["tokens"])
         assert encoded["max_model_len"] > 0
         plain = http.post("/tokenize", json={"prompt": "abc"}).json()["tokens"]
-        assert http.post("/detokenize", json={"tokens": plain}).json() == {"prompt": "abc"}
+        ended = [*plain, TOKENIZER.eos_token_id]
+        assert http.post("/detokenize", json={"tokens": ended}).json() == {"prompt": "abc<eos>"}
+        options = {"add_special_tokens": False, "return_token_strs": None, "tools": None}
+        assert http.post("/tokenize", json={"prompt": "abc", **options}).json()["tokens"] == plain
 
 
 @pytest.mark.parametrize(
@@ -208,6 +211,7 @@ def test_tokenize_and_detokenize_prompts_and_conversations(server: Served) -> No
     [
         ("/tokenize", {}, "either prompt or messages"),
         ("/tokenize", {"prompt": "a" * 200_000}, "characters"),
+        ("/tokenize", {"messages": ASKED, "add_special_tokens": True}, "add_special_tokens needs prompt"),
         ("/detokenize", {"tokens": [1 << 30]}, "the vocabulary has no token"),
         ("/v1/chat/completions", {"tools": TOOLS * 129}, "tools"),
         ("/v1/chat/completions", {"reasoning_effort": "huge"}, "reasoning_effort"),

@@ -397,6 +397,10 @@ def test_server_accepts_arguments_with_default_values(server: Served) -> None:
     body = {"model": "tiny", "prompt": "1", "max_tokens": 1, **nothing}
     with server.http() as http:
         assert http.post("/v1/completions", json=body).status_code == 200
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "1"}], "max_tokens": 1}
+        body |= {"prompt_cache_retention": "24h", "stream": True}
+        body |= {"stream_options": {"include_obfuscation": False}}
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
 
 
 JSON = {"Content-Type": "application/json"}

@@ -31,8 +31,8 @@ MAX_STOPS = 16
 MAX_LOGPROBS = 20
 DEFAULT_VOICE = "default"  # of a speech model
 NO_EFFECT = frozenset(
-    ("metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier")
-) | {"store", "user"}
+    ("metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier")
+) | {"service_tier", "store", "user"}
 # Unsupported arguments, and their values without effect.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
@@ -102,6 +102,7 @@ class StreamOptions(Body):
     """Options of a stream."""
 
     include_usage: bool = False
+    include_obfuscation: bool = True  # only how a stream is padded
 
 
 class JsonSchema(Body):
@@ -308,6 +309,11 @@ class CompletionBody(Sampling):
         if not self.max_tokens and not self.echo:
             raise ValueError("max_tokens: 0 needs echo: true")
         return self
+
+    @property
+    def num_choices(self) -> int:
+        """Number of samples for all prompts."""
+        return self.n * len(self.prompts)
 
     @property
     def most_tokens(self) -> int:
@@ -550,6 +556,11 @@ class ChatBody(PromptOptions, Sampling):
         return bool(self.forced_functions) or super().is_constrained
 
     @property
+    def num_choices(self) -> int:
+        """Number of samples."""
+        return self.n
+
+    @property
     def names_function(self) -> bool:
         """True if `tool_choice` names a function."""
         return isinstance(self.tool_choice, _NamedTool)
@@ -581,9 +592,17 @@ class ChatBody(PromptOptions, Sampling):
 AnswerBody = ChatBody | CompletionBody
 
 
-class TokenizeBody(PromptOptions):
-    """POST /tokenize, as in vLLM: of a prompt, or of a conversation as a chat would send it."""
+class TokenizeBody(PromptOptions, RequestBody):
+    """POST /tokenize, as in vLLM: of a prompt, or of a conversation as a chat would send it.
 
+    Attributes:
+        add_special_tokens: whether a prompt begins with BOS if the tokenizer adds it. Chat templates decide
+            this for themselves.
+    """
+
+    unsupported = {"return_token_strs": (False,)}  # noqa: RUF012 - a class variable of RequestBody
+
+    add_special_tokens: bool | None = None
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
@@ -592,6 +611,8 @@ class TokenizeBody(PromptOptions):
     def _has_one(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
+        if self.messages is not None and self.add_special_tokens:
+            raise ValueError("add_special_tokens needs prompt")
         return self
 
 

@@ -106,7 +106,9 @@ class Service(ModelService):
         else:
             prompt = body.prompt or ""
             self.prompts.check_length(len(prompt), "prompt")
-            encode = partial(self.model.tokenizer.encode_text_prompt, prompt)
+            tokenizer = self.model.tokenizer
+            starts = body.add_special_tokens is not False
+            encode = partial(tokenizer.encode_text_prompt if starts else tokenizer.encode, prompt)
             tokens = await self.lanes.short_or_long(size, encode)
         return JSONResponse({"count": len(tokens), "max_model_len": self.model.context, "tokens": tokens})
 
@@ -116,13 +118,13 @@ class Service(ModelService):
         outside = next((token for token in body.tokens if token >= self.model.tokenizer.vocab_size), None)
         if outside is not None:
             raise ApiError(400, f"the vocabulary has no token {outside}", param="tokens")
-        decode = partial(self.model.tokenizer.decode, body.tokens)
+        decode = partial(self.model.tokenizer.decode, body.tokens, special=True)
         return JSONResponse({"prompt": await self.lanes.short_or_long(size, decode)})
 
     async def complete(self, request: Request) -> Response:
         """Answer POST /v1/completions."""
         body, size = await read_request(request, CompletionBody, self.lanes)
-        if body.n * len(body.prompts) > MAX_CHOICES:
+        if body.num_choices > MAX_CHOICES:
             raise ApiError(400, f"a request may have at most {MAX_CHOICES} choices", param="n")
 
         answer = self._make_answer(body, chat=False, logprobs=body.logprobs is not None)
@@ -152,7 +154,7 @@ class Service(ModelService):
         usage = Usage(sum(map(len, prompts)))
         request.state.model, request.state.usage = body.model, usage
         self.metrics.record_finished(began, prompt=usage.prompt, completion=0, cached=0)
-        empty = [Delta(0, 0, [], [], [], finish_reason="length")] * (body.n * len(prompts))
+        empty = [Delta(0, 0, [], [], [], finish_reason="length")] * body.num_choices
         return await asyncio.to_thread(lambda: JSONResponse(answer.build_response(empty, prompts, usage)))
 
     async def _echo_prompts(self, body: CompletionBody, prompts: Sequence[list[int]]) -> list[Delta]:
@@ -233,7 +235,7 @@ class Service(ModelService):
         self, body: AnswerBody, answer: AnswerBuilder, encode: Callable[[], Awaitable[list[list[int]]]]
     ) -> Stream:
         """Encode the request and submit it to the engine."""
-        self.entering += body.n
+        self.entering += body.num_choices
         try:
             prompts = await encode()
             if isinstance(body, ChatBody) and (self.model.reasoning or self.model.tool_format.channels):
@@ -246,7 +248,7 @@ class Service(ModelService):
             requests = self._requests(body, prompts, constraint)
             return await self.thread.submit(requests, per_token=body.stream)
         finally:
-            self.entering -= body.n
+            self.entering -= body.num_choices
 
     def find_adapter(self, model: str) -> str | None:
         """Return the name of the adapter; None for the model itself.

@@ -291,9 +291,13 @@ class Tokenizer:
     def _vocabulary(self) -> dict[str, int]:
         return dict(self._backend.get_vocab(with_added_tokens=True))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of `token_ids` (any sequence of integers, also numpy) without special tokens."""
-        text: str = self._decoder.decode([int(token) for token in token_ids], skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of `token_ids` (any sequence of integers, also numpy).
+
+        Args:
+            special: whether to write the names of special tokens.
+        """
+        text: str = self._decoder.decode([int(token) for token in token_ids], skip_special_tokens=not special)
         return text
 
     def token_text(self, token_id: int) -> str:
