@@ -85,6 +85,31 @@ def test_service_samples_tokenizer_tokens_only_and_marks_continued_texts(tmp_pat
     service.close()
 
 
+def test_all_prompts_count_as_samples_while_they_are_encoded(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "m", make_decoder(), Tokenizer.characters())
+    service, _ = _make_service(Settings(tmp_path / "m", name="m"), print)
+    body = CompletionBody(model="m", prompt=["1", "2", "3"], n=2)
+    entering = []
+
+    async def encode() -> list[list[int]]:
+        entering.append(service.entering)
+        raise RequestError("no prompt")
+
+    answer = service._make_answer(body, chat=False, logprobs=False)
+    with pytest.raises(RequestError, match="no prompt"):
+        asyncio.run(service._begin(body, answer, encode))
+    assert (entering, service.entering) == ([6], 0)
+    service.close()
+
+
+def test_echoed_prompts_are_scored_a_few_at_a_time(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "m", make_decoder(), Tokenizer.characters())
+    service, _ = _make_service(Settings(tmp_path / "m", name="m"), print)
+    pieces = [len(piece) for piece in service._prompt_logprobs([[5] * 200] * 5)]  # of 512 tokens at most
+    assert pieces == [2, 2, 1]
+    service.close()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_continued_text_keeps_leading_space(stream: bool) -> None:
     backend = copy.deepcopy(Tokenizer.characters()._backend)

@@ -15,6 +15,7 @@ from perilune.engine.request import Delta, Prompt, SamplingParams
 from perilune.engine.runner import TorchRunner
 from perilune.errors import RequestError
 from perilune.models.adapters.files import Adapter
+from perilune.models.adapters.lora import attach_adapter_pairs
 from perilune.models.checkpoints.loading import load_checkpoint
 from perilune.serve.answers import CompletionAnswer, TokenFormatter
 from perilune.serve.app import make_app, text_routes
@@ -90,6 +91,20 @@ def test_two_adapters_cannot_have_one_name() -> None:
 def test_adapter_cannot_take_the_name_of_the_model(folders: tuple[Path, Path]) -> None:
     with pytest.raises(RequestError, match="is the name of the model"):
         _make_service(Settings(folders[0], name="base", adapters=[f"base={folders[1]}"]), print)
+
+
+def test_bfloat16_server_recognizes_the_base_of_an_adapter(tmp_path: Path) -> None:
+    base, _ = load_checkpoint(make_checkpoint(tmp_path / "base"))
+    pair = torch.ones(2, 96), torch.ones(128, 2)
+    attach_adapter_pairs(base, {"model.layers.0.self_attn.q_proj": pair}, 2.0)
+    Adapter.from_decoder(base).save(tmp_path / "poet")
+    settings = Settings(tmp_path / "base", adapters=[f"poet={tmp_path / 'poet'}"], dtype="bfloat16")
+    _make_service(settings, print)[0].close()
+    with torch.no_grad():
+        base.model.norm.weight[0] += 1
+    Adapter.from_decoder(base).save(tmp_path / "poet")
+    with pytest.raises(RequestError, match="trained on a base with checksum"):
+        _make_service(settings, print)
 
 
 def test_embedding_failure_or_route_crash_fails_only_that_request(

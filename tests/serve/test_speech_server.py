@@ -7,6 +7,7 @@ import sys
 import wave
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -145,7 +146,11 @@ def test_speech_page_loads_only_its_own_files(server: Served) -> None:
 
 
 def test_speech_server_refuses_options_of_text_models(folder: Path) -> None:
-    settings = Settings(folder, name="voice", port=0, weight_updates=True)
-    with pytest.raises(RequestError) as refused:
-        serve(settings, print)
-    assert refused.value.where == "--weight-updates"
+    settings = Settings(folder, name="voice", port=0)
+    for option, changed in (
+        ("--weight-updates", replace(settings, weight_updates=True)),
+        ("--speculate", replace(settings, speculate="lookup")),
+    ):
+        with pytest.raises(RequestError) as refused:
+            serve(changed, print)
+        assert refused.value.where == option

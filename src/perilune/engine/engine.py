@@ -54,6 +54,7 @@ from perilune.engine.step import Counters, Proposal, Step
 from perilune.errors import RequestError, WorkFailedError
 from perilune.models.adapters.files import Adapter
 from perilune.models.checkpoints.checksum import checksum
+from perilune.models.checkpoints.stored import StoredDecoder
 from perilune.models.decoder import Decoder
 from perilune.models.logprobs import token_logprobs
 from perilune.models.memory import DEFAULT_TOKEN_BUDGET, window_blocks
@@ -525,8 +526,10 @@ class Engine:
                 where=f"adapter, {expert}",
                 remedy="merge the adapter into the model, or train one without experts' maps",
             )
-        with self._source.in_memory():
-            adapter.check(self._source)
+        # Training knows the checksum of the base in float32.
+        base = self._source.widened() if isinstance(self._source, StoredDecoder) else self._source
+        with base.in_memory():
+            adapter.check(base)
 
     def add_adapter(self, name: str, adapter: Adapter, *, checked: bool = False) -> None:
         """Add a LoRA adapter that requests can name, or replace the one of this name.

@@ -42,6 +42,7 @@ from perilune.serve.weights import MAX_CHUNK_BYTES, WeightUpdates, reload_routes
 from perilune.speech.folder import is_speech_folder, load_speech_model
 from perilune.speech.synthesis import Speaker
 
+_SCORE_TOKENS = 512  # of echoed prompts that are scored together, between two steps of the engine
 _BACKLOG = 2048  # connections that wait to be accepted
 _DESCRIPTORS = 16_384  # requested; the system may allow fewer
 _RESERVED_DESCRIPTORS = 256  # for files, pipes and processes
@@ -93,6 +94,7 @@ def _make_service(settings: Settings, notify: Callable[[str], None]) -> tuple[Se
         loaded,
         slots=settings.slots,
         cache_tokens=settings.cache_tokens or None,
+        score_tokens=_SCORE_TOKENS,
         tokenizer=tokenizer,
         runner=_openvino_settings(settings) or fastest_runner,
     )
@@ -154,6 +156,7 @@ def _make_speech_service(settings: Settings) -> tuple[SpeechService, list[APIRou
         "--weight-updates": settings.weight_updates,
         "--control": settings.control,
         "--backend": settings.backend != "native",
+        "--speculate": settings.speculate not in {"auto", "off"},
         "--draft": settings.draft,
         "--embeddings": settings.embeddings != "off",
         "--reasoning": settings.reasoning,

@@ -4,6 +4,8 @@ An engine keeps its own copy of the weights in the layout that its kernels read.
 reads one layer at a time, so that only this copy is in memory.
 """
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -65,6 +67,13 @@ class StoredDecoder(Decoder):
             finally:
                 for module, name, meta in slots:
                     setattr(module, name, meta)
+
+    def widened(self) -> StoredDecoder:
+        """Return the decoder with the weights of its files in float32."""
+        if self._dtype == torch.float32:
+            return self
+        stored = {tensor.name: tensor for tensor in self._stored.values()}
+        return StoredDecoder(self.config, stored, self._device, torch.float32)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = True) -> Any:
         """Replace the weights in the files by weights in memory."""
