@@ -10,9 +10,9 @@ blocks that the next query sees. Two rules keep the cache free of blocks that no
   from which several requests continued. When the last window of a leaf is evicted, its branch goes with it,
   up to the next end.
 
-The least recently used leaf is evicted first. A request may announce when its session returns, for example
-because a tool is running. Until that time, its leaf is evicted after all others; of several such leaves, the
-one that returns last is evicted first.
+The least recently used leaf is evicted first. A request may announce in how many seconds its session returns,
+for example because a tool is running. Until three times this time has passed, its leaf is evicted after all
+others; of several such leaves, the one that returns last is evicted first.
 """
 
 from __future__ import annotations
