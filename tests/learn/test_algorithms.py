@@ -417,3 +417,15 @@ def test_mask_truncated_drops_answers_from_loss_but_not_from_baseline(name: str)
     assert not masked.policy_gradient.weights[5].any()
     assert masked.policy_gradient.denominator < kept.policy_gradient.denominator
     assert masked.advantages.tolist() == kept.advantages.tolist()
+
+
+@pytest.mark.parametrize("name", list(RL_ALGORITHMS))
+def test_mask_truncated_leaves_an_answer_out_of_every_component(name: str) -> None:
+    group = [*group_of([1, 0, 0, 1, 0]), episode(0.0, tokens=[1, 2, 3], truncated=True, name="0/0/9")]
+    context = StepContext(max_tokens=8, kl=0.1, signals=signals_for([group]))
+    options = {"mask_truncated": True, "entropy_bonus": 0.01}
+    (masked,) = algorithm(name, **options).weight_groups([group], context)
+    assert {"policy_gradient", "reference_kl", "entropy"} <= masked.components.keys()
+    for component in masked.components.values():
+        assert [weights.any() for weights in component.weights[4:]] == [True, False]
+        assert component.counts[5] == 0

@@ -162,22 +162,26 @@ class PolicyGradient(Algorithm):
             advantages: [G], or float64[T] per episode.
             dead: whether the group gives no gradient; by default, whether all scores are equal.
         """
-        judged = ~np.isnan(scores)
-        scale: Scale = [a if valid else np.nan for a, valid in zip(advantages, judged, strict=True)]
-        masked = [self.mask_truncated and episode.truncated for episode in group]
-        learned: Scale = [np.nan if truncated else a for a, truncated in zip(scale, masked, strict=True)]
+        learned = self.learned(group, scores)
+        scale = [np.nan if np.isnan(score) else a for a, score in zip(advantages, scores, strict=True)]
+        gain: Scale = [a if is_learned else np.nan for a, is_learned in zip(scale, learned, strict=True)]
         kl = context.kl if context.kl_estimator != "k1_reward" else 0.0
-        bonus = np.where(judged, self.entropy_bonus, np.nan)
+        bonus = np.where(learned, self.entropy_bonus, np.nan)
         return WeightedGroup(
             episodes=tuple(group),
-            policy_gradient=self.component(group, learned, context),
-            reference_kl=self.component(group, np.where(judged, kl, np.nan), context) if kl > 0 else None,
+            policy_gradient=self.component(group, gain, context),
+            reference_kl=self.component(group, np.where(learned, kl, np.nan), context) if kl > 0 else None,
             entropy=aggregate(group, bonus, "token-mean") if self.entropy_bonus > 0 else None,
             surrogate=replace(self.surrogate, kl=context.kl_estimator),
             advantages=np.array([_mean(a, e) for a, e in zip(scale, group, strict=True)], np.float32),
             dead=is_dead(scores) if dead is None else dead,
             figures=figures or {},
         )
+
+    def learned(self, group: Group, scores: Rewards) -> NDArray[np.bool_]:
+        """Return bool[G]: the episodes with a score, without those that `mask_truncated` leaves out."""
+        masked = np.array([self.mask_truncated and episode.truncated for episode in group], np.bool_)
+        return np.asarray(~np.isnan(scores) & ~masked)
 
     def component(self, group: Group, scale: Scale, context: StepContext) -> Component:
         """Spread `scale` over tokens according to `aggregation`."""

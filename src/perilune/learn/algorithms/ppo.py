@@ -59,7 +59,7 @@ class PPO(ClippedPolicyGradient):
         start = 0
         for group, group_scores in zip(groups, scores, strict=True):
             own = slice(start, start := start + len(group))
-            weight = np.where(np.isnan(group_scores), np.nan, self.value_weight)
+            weight = np.where(self.learned(group, group_scores), self.value_weight, np.nan)
             targets = ValueTargets(
                 self.component(group, weight, context),
                 returns=tuple((a + v).astype(np.float32) for a, v in zip(raw[own], values[own], strict=True)),
