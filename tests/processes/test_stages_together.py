@@ -55,7 +55,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 STAGES: dict[str, dict[str, Any]] = {
     "sft": {"token_budget": 60},
-    "rl": {"kl": 0.05, "token_budget": 60, "updates_per_batch": 2},
+    "rl": {"kl": 0.05, "token_budget": 20, "updates_per_batch": 2},
     "preference": {"token_budget": 300},
     "reward_model": {"token_budget": 300},
     "distill": {"token_budget": 40},

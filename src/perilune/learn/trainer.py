@@ -384,11 +384,15 @@ def add_reference_logprobs(
 ) -> list[PackedBatch]:
     """Add the log-probs of a frozen `reference` to the batches with reference_kl weights.
 
-    The reference uses its own routes. Each rank adds log-probs only to its own micro-batches.
+    The reference uses its own routes. Each rank computes a share of the micro-batches, and all ranks receive
+    all log-probs.
     """
+    scored = [batch for batch in batches if batch.reference_kl is not None]
+    own = [
+        token_logprobs(reference, replace(batch, routes=None)).cpu().numpy() for batch in ranks.shard(scored)
+    ]
+    logprobs = iter(ranks.all_gather_arrays("reference log-probs", own))
     return [
-        batch.with_reference(token_logprobs(reference, replace(batch, routes=None)))
-        if batch.reference_kl is not None and index % ranks.count == ranks.rank
-        else batch
-        for index, batch in enumerate(batches)
+        batch if batch.reference_kl is None else batch.with_reference(torch.from_numpy(next(logprobs)))
+        for batch in batches
     ]

@@ -130,7 +130,12 @@ class PolicyUpdater:
         corrected, measured = correct_weights(used, signals.get("logprobs", {}), off_policy, learner.version)
         lr = learning_rate(spec, step, spec.steps) * learning_rate_scale(measured, off_policy)
         updates = []
-        reference_logprobs: dict[str, NDArray[np.float32]] = {}
+        known = signals.get("reference_logprobs", {})
+        reference_logprobs = {
+            episode.episode_id: known[episode.episode_id][episode.loss_mask]
+            for episode in flatten(groups)
+            if episode.episode_id in known
+        }
         for part in minibatches(corrected, spec.updates_per_batch) * spec.epochs_per_batch:
             batches = pack(part, spec.token_budget, temperature=spec.temperature)
             check_packed(part, batches)
