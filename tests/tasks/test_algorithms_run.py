@@ -106,3 +106,17 @@ def test_spec_refuses_too_few_samples_for_pkpo() -> None:
     with pytest.raises(ValueError, match="samples is 4, and pkpo needs at least 5"):
         make_job("rl", algorithm={"name": "pkpo", "k": 4})
     make_job("rl", algorithm="ppo", samples=1)
+
+
+def test_learned_groups_exclude_dead_ones(tmp_path: Path) -> None:
+    lines = metrics(run_task(tmp_path, "rl", environment=ENDS, max_tokens=2))
+    assert any(line["dead_groups"] for line in lines)
+    for line in lines:
+        assert line["groups_learned"] == line["groups"] * (1 - line["dead_groups"])
+
+
+@pytest.mark.parametrize("estimator", ["k3", "k1_reward"])
+def test_episodes_have_the_log_probs_of_the_reference(estimator: str, tmp_path: Path) -> None:
+    bundle = run_task(tmp_path, "rl", steps=1, algorithm="rloo", kl=0.05, kl_estimator=estimator)
+    for _, row in episodes(bundle).iterrows():  # at the first step the policy is the reference
+        assert row["reference_logprobs"] == pytest.approx(row["logprobs"], abs=1e-5)

@@ -122,6 +122,11 @@ class WeightedGroup:
         parts = {name: getattr(self, name) for name in COMPONENTS if getattr(self, name) is not None}
         return parts | ({"value": self.value.component} if self.value is not None else {})
 
+    @property
+    def has_weights(self) -> bool:
+        """True if any token of the group is learned."""
+        return any(weights.any() for part in self.components.values() for weights in part.weights)
+
 
 COMPONENTS = ("policy_gradient", "cross_entropy", "reference_kl", "entropy", "value")
 """The components of the loss."""

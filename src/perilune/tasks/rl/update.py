@@ -150,7 +150,8 @@ class PolicyUpdater:
             updates.append(metrics)
         corrections = {f"off_policy/{name}": value for name, value in measured.items()}
         weighted = [record_reference_logprobs(group, reference_logprobs) for group in weighted]
-        return weighted, merge_updates(updates) | corrections | {"groups_learned": float(len(used))}
+        learned = {"groups_learned": float(sum(group.has_weights for group in corrected))}
+        return weighted, merge_updates(updates) | corrections | learned
 
 
 def reference_logprobs_by_episode(batches: Sequence[PackedBatch]) -> dict[str, NDArray[np.float32]]:
