@@ -55,6 +55,18 @@ def test_refill_size_follows_the_rate_of_live_groups() -> None:
     assert few.asked == [(8, 0), (3, 8)]  # 2 missing at a rate of 3 in 4
 
 
+def test_refills_count_tasks_and_not_groups() -> None:
+    """A task of several players has several groups, or none if no player of the policy moved."""
+    asked = []
+
+    def play(count: int, before: int) -> Any:
+        asked.append((count, before))
+        return [group(before + task, [1, 1]) for task in range(count) for _ in range(2 * (task % 2))][:-1]
+
+    play_until_live(play, 4, refills=2)
+    assert asked == [(4, 0), (4, 4), (4, 8)]
+
+
 def test_refills_stop_at_the_limit() -> None:
     play = Playing("-")
     assert len(play_until_live(play, 4, refills=3)) == 16

@@ -18,13 +18,13 @@ def play_until_live(play: Callable[[int, int], Groups], wanted: int, refills: in
     Args:
         play: samples a number of new tasks; its second argument counts the step's earlier tasks.
     """
-    groups = play(wanted, 0)
+    groups, played = play(wanted, 0), wanted
     for _ in range(refills):
         live = sum(not is_dead(rewards(group)) for group in groups)
         if live >= wanted:
             break
-        needed = ceil((wanted - live) * len(groups) / max(live, 1))
-        groups = groups + play(min(needed, wanted), len(groups))
+        needed = min(ceil((wanted - live) * played / max(live, 1)), wanted)
+        groups, played = groups + play(needed, played), played + needed
     return groups
 
 
