@@ -158,6 +158,8 @@ def test_process_reward_metrics() -> None:
     assert figures["process/agreement"] == 1.0  # last values: 0.75 of the right, 0.25 of the wrong one
     assert figures["process/setbacks"] == 0.0
     assert figures["process/std"] == pytest.approx(np.std([0.25, -0.25, 0.25], ddof=1))
+    scaled = [replace(one, reward=0.5 * one.reward, metrics={"gold": one.reward}) for one in pair()]
+    assert weighted(scaled, AnswerValues()).figures["process/agreement"] == 1.0
     explored = [with_steps(pair()[0], {1: -0.3, 2: 0.5, 3: -0.7}), pair()[1]]
     lost = weighted(explored, AnswerValues())
     assert lost.figures["process/setbacks"] == 0.5  # the right answer has one segment with a negative reward

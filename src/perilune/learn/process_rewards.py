@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from perilune.data.episode import Episode
+from perilune.environments.core.rewards import GOLD_METRIC
 from perilune.frozen import Frozen
 from perilune.learn.advantages import DEAD_STD, STD_EPSILON, spread
 from perilune.learn.algorithms.base import Algorithm, PolicyGradient, StepContext
@@ -198,8 +199,11 @@ def _figures(episodes: Sequence[Episode], parts: Parts) -> dict[str, float]:
         "process/segments": float(np.mean([len(part[1]) for _, part in rewarded])),
         "process/std": spread(inner),
     }
-    right = [part for episode, part in rewarded if (episode.reward or 0.0) >= PASS_THRESHOLD]
-    wrong = [part for episode, part in rewarded if (episode.reward or 0.0) < PASS_THRESHOLD]
+    right: list[Segments] = []
+    wrong: list[Segments] = []
+    for episode, part in rewarded:
+        score = episode.metrics.get(GOLD_METRIC, episode.reward or 0.0)
+        (right if score >= PASS_THRESHOLD else wrong).append(part)
     if right and wrong:
         gap = np.subtract.outer([-part[1][-1] for part in right], [-part[1][-1] for part in wrong])
         figures["process/agreement"] = float(np.mean((gap > 0) + (gap == 0) / 2))
