@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 
 from perilune.data.episode import Episode
 from perilune.errors import RequestError
+from perilune.learn.weights import WeightedGroup
 from perilune.metrics.pass_at_k import pass_at_k
-from perilune.tasks.stage.outcomes import evaluation_summary
+from perilune.tasks.stage.outcomes import environment_figures, evaluation_summary
 
 
 def answer(reward: float, name: str) -> Episode:
@@ -57,3 +59,20 @@ def test_pass_at_k_is_stable_where_binomials_overflow() -> None:
 def test_pass_at_k_refuses_impossible_counts(n: int, c: int, k: int) -> None:
     with pytest.raises(RequestError):
         pass_at_k(n, c, k)
+
+
+def test_groups_whose_rewards_differ_by_rounding_are_dead() -> None:
+    """Otherwise an evaluation would promise a gradient that no algorithm computes."""
+    rounded = [[answer(0.3, f"{g}/0"), answer(0.1 + 0.2, f"{g}/1")] for g in range(3)]
+    differing = [[answer(0.0, "3/0"), answer(1.0, "3/1")]]
+    assert evaluation_summary("e", [*rounded, *differing], [], seed=0)["live_groups"]["mean"] == 0.25
+
+
+def test_dead_groups_of_a_part_are_those_of_the_algorithm() -> None:
+    groups = [
+        tuple(replace(answer(float(i), f"{g}/{i}"), environment="mixture/sums") for i in range(2))
+        for g in range(4)
+    ]
+    weighted = [WeightedGroup(group, dead=number == 0) for number, group in enumerate(groups)]
+    figures = environment_figures(weighted)
+    assert (figures["environment/sums/groups"], figures["environment/sums/dead_groups"]) == (4, 0.25)

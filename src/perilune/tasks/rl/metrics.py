@@ -88,7 +88,7 @@ class StepRecorder:
             **metrics,
             **self._gold.observe(step, [group.episodes for group in groups]),
             **reward_term_means(episodes),
-            **environment_figures([group.episodes for group in groups]),
+            **environment_figures(groups),
             **{f"own/{name}": value for name, value in self._custom.figures(episodes).items()},
             **uniform_metrics([group.episodes for group in groups]),
         }

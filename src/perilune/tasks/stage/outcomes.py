@@ -9,6 +9,8 @@ from perilune.data.episode import Episode
 from perilune.environments.core.registry import MIXTURE
 from perilune.environments.core.rewards import GOLD_METRIC
 from perilune.errors import WorkFailedError
+from perilune.learn.advantages import is_dead
+from perilune.learn.weights import WeightedGroup, rewards
 from perilune.metrics.pass_at_k import pass_at_k
 from perilune.metrics.proportion import pass_rate_interval, wilson_interval
 from perilune.rollout.failures import count_failures
@@ -58,20 +60,21 @@ def evaluation_summary(
     }
 
 
-def environment_figures(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
+def environment_figures(weighted: Sequence[WeightedGroup]) -> dict[str, float]:
     """Return `environment/PART/...` for each part of a mixture: reward, pass rate, groups, dead share.
 
     Empty without a mixture. A part whose episodes all failed has no reward and no pass rate.
     """
     figures: dict[str, float] = {}
-    for part, own in groups_by_part(groups).items():
+    dead = {group.episodes[0].group_id for group in weighted if group.dead}
+    for part, own in groups_by_part([group.episodes for group in weighted]).items():
         rewards = [episode.reward for group in own for episode in group if episode.reward is not None]
         right = sum(is_correct(episode) for group in own for episode in group)
         means = {"reward": fmean(rewards), "pass_rate": right / len(rewards)} if rewards else {}
-        live = _live_share(own)
+        share = sum(group[0].group_id in dead for group in own) / len(own)
         figures |= {
             f"environment/{part}/{name}": value
-            for name, value in {**means, "groups": len(own), "dead_groups": 1 - live["mean"]}.items()
+            for name, value in {**means, "groups": len(own), "dead_groups": share}.items()
         }
     return figures
 
@@ -152,8 +155,7 @@ def _by_environment(groups: Sequence[Sequence[Episode]], seed: int) -> dict[str,
 
 def _live_share(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
     """Return the share of groups whose rewards differ, which reinforcement learning can learn from."""
-    rewards = [{episode.reward for episode in group if episode.reward is not None} for group in groups]
-    return wilson_interval(sum(len(values) > 1 for values in rewards), len(rewards))._asdict()
+    return wilson_interval(sum(not is_dead(rewards(group)) for group in groups), len(groups))._asdict()
 
 
 def _count_correct(group: Sequence[Episode]) -> tuple[int, int]:
