@@ -60,6 +60,7 @@ def test_distill_reduces_the_kl_to_a_larger_teacher(loss: str, larger: Path, tmp
 
 def test_self_distillation_has_zero_kl(tmp_path: Path) -> None:
     lines = metrics(run_task(tmp_path / "b", "distill", steps=1))
+    assert lines[0]["groups"] == 3  # the trials of the interval of its pass rate
     assert lines[0]["reverse_kl"] == pytest.approx(0, abs=1e-6)
     assert lines[0]["overlap_ratio"] == 1.0
 

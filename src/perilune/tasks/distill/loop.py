@@ -107,7 +107,7 @@ class _Source:
         if self._workspace.leads:
             write_episodes(self._workspace.episodes / f"step-{done + 1:06d}.parquet", episodes)
         self._publisher.check_versions(groups)
-        figures |= outcome_figures(episodes, f"step {done + 1}")
+        figures |= outcome_figures(episodes, f"step {done + 1}") | {"groups": len(groups)}
         return episodes, _advantages(groups, spec.task_reward), figures
 
 
