@@ -61,6 +61,8 @@ def test_added_and_removed_bins_change_composition() -> None:
 def test_length_bins_group_by_difficulty() -> None:
     episodes = [answer(4, 2.0), answer(8, 2.0), answer(5)]
     assert length_bins(episodes) == {"2": Bin(2, 6.0), "unknown": Bin(1, 5.0)}
+    observed = answer(4, loss_mask=np.array([True, False, False, True]))
+    assert length_bins([observed]) == {"unknown": Bin(1, 2.0)}  # tokens of the environment do not count
 
 
 def test_table_groups_lengths_by_difficulty_and_correctness() -> None:

@@ -9,12 +9,13 @@ from task_cases import DIGITS, make_bundle, make_job, metrics, run_in, run_task,
 from perilune.data.records import read_records
 from perilune.errors import WorkFailedError
 from perilune.execution.placements.local import restore_outputs
-from perilune.files import sha256_file
+from perilune.files import read_json, sha256_file
 from perilune.tasks.flywheel.loop import Rounds
 from perilune.tasks.stage.training import StepReport
 
 ENDS = {**DIGITS, "factory": "task_environments:Ends"}
 NEVER = {**DIGITS, "equal": 0.0}
+UNJUDGED = {**DIGITS, "equal": 1.0, "episodes": {"max_failures": 1.0}}
 LABELLED = {**DIGITS, "factory": "task_environments:HalfRight"}
 WEIGHTS = "artifacts/checkpoints/final/model.safetensors"
 
@@ -86,6 +87,20 @@ def test_summary_covers_all_rounds_although_an_earlier_one_is_best(turned: Path,
 def test_flywheel_without_right_answers_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(WorkFailedError, match="none of 96 answers passed"):
         run_task(tmp_path / "b", "flywheel", environment=NEVER)
+
+
+def test_answers_without_a_verdict_are_not_wrong(tmp_path: Path) -> None:
+    """The pass rate leaves out the tasks of which no answer was scored, as in an evaluate stage."""
+    failing = "02468ace"
+    bundle = run_task(
+        tmp_path / "b", "flywheel", environment={**UNJUDGED, "refuses": failing}, steps=1,
+        keep={"optimizer": True},
+    )  # fmt: skip
+    state = read_json(bundle / "artifacts/checkpoints/final/optimizer/state.json")
+    before, after = state["memory"]["rates"]
+    assert 0 < len(before) < 48 and before.keys() == after.keys()
+    assert not {task[0] for task in before} & {*failing}
+    assert metrics(bundle)[0]["pass_rate"] == pytest.approx(sum(before.values()) / len(before))
 
 
 def test_verifier_is_measured_against_independent_labels(tmp_path: Path) -> None:

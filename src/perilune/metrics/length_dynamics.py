@@ -62,7 +62,7 @@ def length_bins(episodes: Sequence[Episode]) -> dict[str, Bin]:
     """Return the bins by difficulty ("unknown" if the environment does not state it)."""
     lengths: dict[str, list[int]] = defaultdict(list)
     for episode in episodes:
-        lengths[_difficulty(episode)].append(len(episode.token_ids))
+        lengths[_difficulty(episode)].append(episode.sampled)
     return {name: Bin(len(values), sum(values) / len(values)) for name, values in lengths.items()}
 
 
@@ -106,7 +106,7 @@ def _summarize_answers(episodes: Sequence[Episode]) -> dict[tuple[str, bool], di
     return {
         key: {
             "count": len(group),
-            "length": sum(len(episode.token_ids) for episode in group) / len(group),
+            "length": sum(episode.sampled for episode in group) / len(group),
             "truncated": sum(episode.truncated for episode in group) / len(group),
         }
         for key, group in groups.items()

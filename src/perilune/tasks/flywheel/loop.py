@@ -1,7 +1,7 @@
 """The loop of flywheel: each round samples, trains and evaluates, and records yield, gain and cost."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +97,13 @@ class Rounds:
     @property
     def _last_gain(self) -> Interval | None:
         rates = self._learner.memory["rates"]
-        return gain_interval(rates[-2:], seed=self._workspace.job.seed) if len(rates) > 1 else None
+        return self._gain(rates[-2:]) if len(rates) > 1 else None
+
+    def _gain(self, rates: Sequence[Mapping[str, float]]) -> Interval:
+        """Return the gain over rounds, on the tasks with a verdict in each of them."""
+        shared = set.intersection(*map(set, rates))
+        kept = [{task: row[task] for task in shared} for row in rates]
+        return gain_interval(kept, seed=self._workspace.job.seed)
 
     def sample(self, number: int, watch: Stopwatch) -> Sampled:
         """Answer new tasks, and write the most likely passing answer of each as a training record."""
@@ -120,7 +126,7 @@ class Rounds:
                 where=f"round {number}",
                 remedy="start from a checkpoint that solves some tasks, or raise samples",
             )
-        tokens = sum(len(episode.token_ids) for group in groups for episode in group)
+        tokens = sum(episode.sampled for group in groups for episode in group)
         return Sampled(len(kept), self._labels(tasks, groups), tokens)
 
     def train(self, number: int) -> None:
@@ -171,7 +177,7 @@ class Rounds:
             "stopped": "a round may have gained nothing" if self.stalled else "all rounds done",
         }
         if len(rates) > 1:
-            gain = gain_interval(rates, seed=seed)
+            gain = self._gain(rates)
             summary["gain"] = gain._asdict()
             last = min(max(intervals[-1].mean, 1e-6), 1 - 1e-6)
             if last < GOAL_PASS_RATE and gain.mean > 1:
@@ -186,9 +192,8 @@ class Rounds:
             step=2 * number + 1,
             watch=Stopwatch(),
         )
-        rates = {
-            group[0].task_id: sum(_is_kept(episode) for episode in group) / len(group) for group in groups
-        }
+        judged = [[episode for episode in group if not episode.failure] for group in groups]
+        rates = {group[0].task_id: sum(map(_is_kept, group)) / len(group) for group in judged if group}
         self._learner.memory["rates"] = [*self._learner.memory["rates"], rates]
         return pass_rate_interval(list(rates.values()), seed=self._workspace.job.seed)
 

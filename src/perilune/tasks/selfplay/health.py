@@ -46,7 +46,7 @@ def game_figures(episodes: Sequence[Episode]) -> dict[str, float]:
             figures[name] = mean
     if judged:
         figures["unfinished"] = sum(episode.truncated for episode in judged) / len(judged)
-        figures["drawn"] = sum(episode.reward == 0 for episode in judged) / len(judged)
+        figures["drawn"] = sum(map(_is_drawn, judged)) / len(judged)
     first = [_first_move(episode) for episode in judged if episode.player == 0]
     if first:
         figures["openings"] = effective_number(Counter(first))
@@ -94,6 +94,11 @@ def find_alarms(lines: Sequence[Mapping[str, float]], weaker: Sequence[str] = ()
     if first and last and last < MIN_OPENINGS < first:
         signs.append(Alarm("openings", f"one first move is left of {first:.1f}"))
     return signs
+
+
+def _is_drawn(episode: Episode) -> bool:
+    """Return whether a game ended without a winner, and not by an illegal move or a limit."""
+    return episode.reward == 0 and not episode.truncated and not episode.metrics.get("illegal")
 
 
 def _first_move(episode: Episode) -> str:
