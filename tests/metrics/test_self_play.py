@@ -36,10 +36,10 @@ def test_game_figures() -> None:
         "seat/0/reward": 0.5, "seat/0/won": 0.5, "seat/1/reward": -0.5, "seat/1/won": 0.0,
     }  # fmt: skip
     assert game_figures([]) == {}
-    cut = replace(episode("3/3", "d", 0.0), finish_reason="length")
+    cut = replace(episode("3/3", "d", 0.0, illegal=0.0), finish_reason="length")
     ended = episode("3/4", "e", 0.0, illegal=1.0)  # with `illegal_move: ends`
-    figures = game_figures([*games[2:4], cut, ended])
-    assert (figures["drawn"], figures["unfinished"]) == (0.5, 0.25)
+    figures = game_figures([*games[2:4], cut, ended])  # a game of both players, and two of one
+    assert [figures[name] for name in ("drawn", "unfinished", "illegal")] == pytest.approx([1 / 3] * 3)
 
 
 def test_effective_number() -> None:

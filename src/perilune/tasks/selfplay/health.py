@@ -1,7 +1,7 @@
 """Metrics of self-play games, and alarms for signs of a collapse."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -38,15 +38,20 @@ def game_figures(episodes: Sequence[Episode]) -> dict[str, float]:
         exp of the entropy of the first player's first move; `seat/N/reward` and `seat/N/won` of each player.
     """
     judged = [episode for episode in episodes if episode.reward is not None]
+    games: dict[tuple[str, ...], list[Episode]] = defaultdict(list)
+    for episode in judged:
+        games[_game(episode)].append(episode)
+    first_players = [players[0] for players in games.values()]
     figures: dict[str, float] = {}
     metrics = [episode.metrics for episode in judged]
     with_agents = [{"turns": row["total_steps"]} if "total_steps" in row else row for row in metrics]
-    for name, lines in (("illegal", metrics), ("turns", with_agents)):
+    by_game = [episode.metrics for episode in first_players]
+    for name, lines in (("illegal", by_game), ("turns", with_agents)):
         if (mean := _mean(lines, name)) is not None:
             figures[name] = mean
     if judged:
-        figures["unfinished"] = sum(episode.truncated for episode in judged) / len(judged)
-        figures["drawn"] = sum(map(_is_drawn, judged)) / len(judged)
+        figures["unfinished"] = sum(episode.truncated for episode in first_players) / len(games)
+        figures["drawn"] = sum(all(map(_is_drawn, players)) for players in games.values()) / len(games)
     first = [_first_move(episode) for episode in judged if episode.player == 0]
     if first:
         figures["openings"] = effective_number(Counter(first))
@@ -94,6 +99,11 @@ def find_alarms(lines: Sequence[Mapping[str, float]], weaker: Sequence[str] = ()
     if first and last and last < MIN_OPENINGS < first:
         signs.append(Alarm("openings", f"one first move is left of {first:.1f}"))
     return signs
+
+
+def _game(episode: Episode) -> tuple[str, ...]:
+    """Return the step, the task and the sample, which the episodes of all players of a game share."""
+    return (*episode.group_id.split("/")[:2], episode.episode_id.rpartition("/")[2])
 
 
 def _is_drawn(episode: Episode) -> bool:
