@@ -2,16 +2,20 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from task_cases import DIGITS, make_bundle, make_job, run_task, summary
 
 from perilune.bundle.workspace import Workspace
+from perilune.data.episode import Episode
+from perilune.metrics.bootstrap import bootstrap_problems
 from perilune.models.attention import PackedAttention
 from perilune.models.checkpoints.loading import load_checkpoint, new_model, save_checkpoint
 from perilune.models.text.tokenizer import Tokenizer
-from perilune.tasks.forgetting.measure import CONTEXT_TOKENS, measure_forgetting, read_english
+from perilune.tasks.forgetting.measure import CONTEXT_TOKENS, _kl_figures, measure_forgetting, read_english
 from perilune.tasks.forgetting.settings import ForgettingSettings
 
 FEW = {
@@ -105,3 +109,36 @@ def test_forgetting_leaves_out_the_trained_environment() -> None:
     settings = ForgettingSettings(environments=("reasoning_gym/gcd", "reasoning_gym/lcm"))
     sections = settings.sections({"id": "reasoning_gym", "task": "gcd", "prompt": "compact"})
     assert sections == [{"id": "reasoning_gym", "task": "lcm", "prompting": {"few_shot": 3}}]
+
+
+def test_interval_of_the_kl_is_over_tasks() -> None:
+    """Answers to one task resemble each other, so they do not count as independent."""
+    gaps = {str(task): 0.1 * task**2 for task in range(6)}
+    answers = [
+        episode(task, logprobs=np.array([gap, 0.0], np.float32))
+        for task, gap in gaps.items()
+        for _ in range(4)
+    ]
+    start = SimpleNamespace(score=lambda prompts, texts: [np.zeros(2, np.float32) for _ in texts])
+    found = _kl_figures(answers, start, seed=0)
+    assert found["per_answer"] == pytest.approx(bootstrap_problems([*gaps.values()], seed=0)._asdict())
+    assert found["per_token"] == pytest.approx(sum(gaps.values()) / 12)
+
+
+def episode(task: str, logprobs: np.ndarray) -> Episode:
+    tokens = np.zeros(2, np.int32)
+    return Episode(
+        "0/0/0",
+        "0/0",
+        task,
+        "e",
+        0,
+        (),
+        tokens,
+        tokens,
+        np.ones(2, np.bool_),
+        logprobs,
+        tokens,
+        "stop",
+        reward=0.0,
+    )

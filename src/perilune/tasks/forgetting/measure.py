@@ -7,11 +7,13 @@ tasks and random numbers before and after.
 import hashlib
 import math
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import psutil
@@ -232,20 +234,20 @@ def _environment_figures(name: str, earlier: Checkpoint, later: Checkpoint, seed
 def _kl_figures(answers: Sequence[Episode], start: Engine, seed: int) -> dict[str, Any]:
     """Return KL(policy, start) in nats on answers that the policy sampled to held-out tasks.
 
-    The estimate sums log-prob differences over the sampled tokens (k1). The interval is over answers.
+    The estimate sums log-prob differences over the sampled tokens (k1). The interval is over tasks.
     """
     with Watchdog("scoring of the policy's answers"):
         scores = start.score(
             [answer.prompt_ids.tolist() for answer in answers],
             [answer.token_ids.tolist() for answer in answers],
         )
-    gaps = [
-        float((answer.logprobs - score)[answer.loss_mask].sum(dtype="float64"))
-        for answer, score in zip(answers, scores, strict=True)
-    ]
+    gaps: dict[str, list[float]] = defaultdict(list)
+    for answer, score in zip(answers, scores, strict=True):
+        gap = float((answer.logprobs - score)[answer.loss_mask].sum(dtype="float64"))
+        gaps[answer.task_id].append(gap)
     tokens = sum(int(answer.loss_mask.sum()) for answer in answers)
     return {
         "answers": len(answers),
-        "per_answer": bootstrap_problems(gaps, seed=seed)._asdict(),
-        "per_token": math.fsum(gaps) / max(tokens, 1),
+        "per_answer": bootstrap_problems([fmean(own) for own in gaps.values()], seed=seed)._asdict(),
+        "per_token": math.fsum(gap for own in gaps.values() for gap in own) / max(tokens, 1),
     }
