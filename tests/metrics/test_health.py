@@ -12,6 +12,8 @@ from perilune.metrics.health.rules import Evidence, find_dead_groups
 from perilune.metrics.health.series import Series, find_shifts
 from perilune.metrics.health.verdict import Health, assess_health
 from perilune.metrics.rounding import ROUNDING
+from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings, default_corrections
+from perilune.ui.health import _max_staleness
 
 Row = dict[str, Any]
 
@@ -222,3 +224,9 @@ def test_malformed_metric_values_are_ignored() -> None:
         {"step": step, "reward": "high", "truncated": True, "dead_groups": float("nan")} for step in range(9)
     ]
     assert assess_health(Evidence(Series([*rows, {"step": "x"}, {}]))).status == "healthy"
+
+
+def test_bound_of_stale_data_counts_every_update_of_a_step() -> None:
+    spec = {"asynchronous": {"staleness": 1}, "updates_per_batch": 3, "epochs_per_batch": 2}
+    default = default_corrections(AsynchronousSettings(staleness=1), updates=6)
+    assert _max_staleness(spec) == default.max_staleness

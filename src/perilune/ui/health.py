@@ -87,4 +87,5 @@ def _max_staleness(spec: Mapping[str, Any]) -> float | None:
     if explicit is not None:
         return float(explicit)
     ahead = (spec.get("asynchronous") or {}).get("staleness")
-    return None if ahead is None else 4.0 * (ahead + 1) * int(spec.get("epochs_per_batch") or 1)
+    updates = int(spec.get("updates_per_batch") or 1) * int(spec.get("epochs_per_batch") or 1)
+    return None if ahead is None else 4.0 * (ahead + 1) * updates
