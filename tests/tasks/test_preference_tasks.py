@@ -56,6 +56,17 @@ def trained(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_task(root, "preference", inputs={"data": pairs / "artifacts/pairs"})
 
 
+def test_stage_that_stops_early_is_validated(pairs: Path, tmp_path: Path) -> None:
+    only_data = {"every": 1, "tasks": 0, "stop_after": 1}
+    stopped = run_task(
+        tmp_path / "b", "preference", inputs={"data": pairs / "artifacts/pairs"}, environment=ENDS, lr=1e-12,
+        steps=8, validate_every=8, eval=only_data,
+    )  # fmt: skip
+    report = summary(stopped)
+    assert report["steps"] < 8
+    assert report["validation"]["validation_accuracy"] == metrics(stopped)[-1]["eval/data/accuracy"]
+
+
 def test_pairs_hold_a_better_and_a_worse_answer_to_the_same_task(pairs: Path) -> None:
     records = read_preferences(pairs / "artifacts" / "pairs")
     judged = episodes(pairs)

@@ -79,6 +79,9 @@ def run(workspace: Workspace, spec: PreferenceSpec) -> dict[str, Any]:
 
     loop.run(step)
     lines = workspace.step_metrics()
+    validated = {name: value for name, value in lines[-1].items() if name.startswith("validation_")}
+    if data.validation and not validated:  # an evaluation ended the stage between two validations
+        validated = validation()
     return loop.finish(policy) | {
         "algorithm": spec.loss,
         "pairs": len(data.train),
@@ -86,7 +89,7 @@ def run(workspace: Workspace, spec: PreferenceSpec) -> dict[str, Any]:
         **reader.noted(),
         "validation_pairs": len(data.validation),
         **mean_first_and_last(lines, ("loss", "accuracy", "margin", "chosen_shift", "chosen_nll")),
-        "validation": {name: value for name, value in lines[-1].items() if name.startswith("validation_")},
+        "validation": validated,
         "collapse_step": alarm.step,
         "memory": memory_figures(memory, device),
     }
