@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from perilune.data.episode import Episode
+from perilune.errors import WorkFailedError
 from perilune.tasks.selfplay.health import effective_number, find_alarms, game_figures
+from perilune.tasks.stage.outcomes import outcome_figures
 
 
 def episode(group: str, said: str, reward: float | None, **metrics: float) -> Episode:
@@ -40,6 +42,12 @@ def test_game_figures() -> None:
     ended = episode("3/4", "e", 0.0, illegal=1.0)  # with `illegal_move: ends`
     figures = game_figures([*games[2:4], cut, ended])  # a game of both players, and two of one
     assert [figures[name] for name in ("drawn", "unfinished", "illegal")] == pytest.approx([1 / 3] * 3)
+
+
+def test_step_in_which_the_policy_never_moved_is_an_error() -> None:
+    """In the games against a member, an illegal first move of the member leaves no episode."""
+    with pytest.raises(WorkFailedError, match="step 3: the policy took no turn"):
+        outcome_figures([], "step 3")
 
 
 def test_effective_number() -> None:

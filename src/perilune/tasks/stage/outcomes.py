@@ -95,6 +95,12 @@ def outcome_figures(episodes: Sequence[Episode], where: str) -> dict[str, Any]:
     Raises:
         WorkFailedError: when no episode was scored.
     """
+    if not episodes:
+        raise WorkFailedError(
+            "the policy took no turn, because its opponents ended every game first",
+            where=where,
+            remedy="raise prompts, or lower league.share",
+        )
     rewards = [episode.reward for episode in episodes if episode.reward is not None]
     if not rewards:
         first = episodes[0].failure
