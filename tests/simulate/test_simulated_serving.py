@@ -14,7 +14,15 @@ from perilune.models.config.decoder_config import PRESETS
 from perilune.models.memory import get_model_card
 from perilune.simulate.autoscaling import Autoscaling, assign_replicas
 from perilune.simulate.hardware import ComputedSteps, parse_machines, transfer_seconds
-from perilune.simulate.serving import Arrival, Served, poisson_requests, read_requests, serve, summarize_fleet
+from perilune.simulate.serving import (
+    Arrival,
+    Replica,
+    Served,
+    poisson_requests,
+    read_requests,
+    serve,
+    summarize_fleet,
+)
 from perilune.simulate.step_cost import StepWork
 
 MODEL = get_model_card(PRESETS["large"])
@@ -26,7 +34,7 @@ def by_number(served: Sequence[Served]) -> dict[int, Served]:
 
 
 def test_single_request_takes_the_sum_of_its_steps() -> None:
-    fleet = serve(ONE, MODEL, [Arrival(0, 2.0, 100, 3)])
+    fleet = serve(Replica(ONE, MODEL), [Arrival(0, 2.0, 100, 3)])
     (request,) = fleet.served
     steps = ComputedSteps(ONE, MODEL)
     prefill = steps.step_seconds(StepWork(0, 0.0, 0.0, 1, 100, 100 * 101 / 2))
@@ -34,27 +42,29 @@ def test_single_request_takes_the_sum_of_its_steps() -> None:
     assert request.ttft == pytest.approx(prefill)
     assert request.end - request.first == pytest.approx(decode)
     assert fleet.busy == pytest.approx(prefill + decode)
-    assert fleet.steps == 3
+    assert fleet.counts["steps"] == 3
 
 
 def test_requests_with_common_prefix_share_blocks() -> None:
     shared = [Arrival(number, 10.0 * number, 1100, 2, (7, 8)) for number in range(3)]
     apart = [replace(arrival, hashes=(2 * arrival.number, 2 * arrival.number + 1)) for arrival in shared]
-    assert serve(ONE, MODEL, apart).cached == 0
-    assert serve(ONE, MODEL, shared).cached == 2 * 1024  # two blocks of 512 tokens, computed once
+    assert serve(Replica(ONE, MODEL), apart).counts["cached"] == 0
+    assert (
+        serve(Replica(ONE, MODEL), shared).counts["cached"] == 2 * 1024
+    )  # two blocks of 512 tokens, computed once
 
 
 def test_disaggregated_prefill_includes_the_transfer() -> None:
     arrivals = poisson_requests(20, 3, 300, 40, seed=0)
-    together = by_number(serve(parse_machines("2xL4"), MODEL, arrivals).served)
-    apart = by_number(serve(parse_machines("2xL4"), MODEL, arrivals, prefill=1).served)
+    together = by_number(serve(Replica(parse_machines("2xL4"), MODEL), arrivals).served)
+    apart = by_number(serve(Replica(parse_machines("2xL4"), MODEL), arrivals, prefill=1).served)
     assert apart.keys() == together.keys() == {arrival.number for arrival in arrivals}
     assert all(request.first > request.arrival.time for request in apart.values())
     for request in apart.values():
         if request.arrival.output > 1:
             assert request.end > request.first + transfer_seconds(MODEL, request.arrival.prompt)
     with pytest.raises(RequestError, match="leave none to decode"):
-        serve(ONE, MODEL, arrivals, prefill=1)
+        serve(Replica(ONE, MODEL), arrivals, prefill=1)
 
 
 def test_autoscaler_follows_the_request_rate_and_saves_cost() -> None:
@@ -70,7 +80,9 @@ def test_autoscaler_follows_the_request_rate_and_saves_cost() -> None:
 
     arrivals = poisson_requests(2, 30, 100, 20, seed=1)
     machines = parse_machines("4xL4@3.6")
-    always, scaling = (serve(machines, MODEL, arrivals, autoscaling=option) for option in (None, settings))
+    always, scaling = (
+        serve(Replica(machines, MODEL), arrivals, autoscaling=option) for option in (None, settings)
+    )
     limits = {"ttft": 1.0, "tpot": 1.0}
     paid, saved = (summarize_fleet(fleet, machines, **limits) for fleet in (always, scaling))
     assert saved["requests"] == paid["requests"] and saved["cost"] < 0.8 * paid["cost"]
@@ -78,13 +90,13 @@ def test_autoscaler_follows_the_request_rate_and_saves_cost() -> None:
     with pytest.raises(RequestError, match="does not describe an autoscaler"):
         Autoscaling.parse("0:1:5")
     with pytest.raises(RequestError, match="cannot divide replicas"):
-        serve(machines, MODEL, arrivals, prefill=1, autoscaling=settings)
+        serve(Replica(machines, MODEL), arrivals, prefill=1, autoscaling=settings)
 
 
 def test_figures_report_latency_goodput_and_cost() -> None:
     served = [Served(Arrival(0, 0.0, 5, 11), 1.0, 2.0), Served(Arrival(1, 1.0, 5, 1), 4.0, 4.0)]
     machines = parse_machines("2xL4@3.6")
-    fleet = replace_served(serve(machines, MODEL, [Arrival(0, 0.0, 5, 1)]), served)
+    fleet = replace_served(serve(Replica(machines, MODEL), [Arrival(0, 0.0, 5, 1)]), served)
     figures = summarize_fleet(fleet, machines, ttft=2.0, tpot=0.2)
     assert (figures["ttft_mean"], figures["tpot_mean"], figures["latency_mean"]) == (2.0, 0.1, 2.5)
     assert (figures["goodput"], figures["good_share"]) == (0.25, 0.5)  # the second request waited for 3 s

@@ -7,7 +7,6 @@ records the result. The rest of this module adds and removes requests and update
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -668,11 +667,11 @@ class Engine:
     def _timed_run(self, step: Step) -> Tensor:
         if self._offload is None:
             return self._runner.run(step.batch)
-        began = perf_counter()
+        began = self._offload.seconds()
         logits = self._runner.run(step.batch)
         prefills = sum(count for _, count in step.chunks)
         decodes = len(step.batch.token_ids) - prefills
-        self._offload.record_compute_time(prefills, decodes, perf_counter() - began)
+        self._offload.record_compute_time(prefills, decodes, self._offload.seconds() - began)
         return logits
 
     def _drop_failed(self) -> None:

@@ -8,7 +8,7 @@ match is computed again. The file has no name, so the system deletes it when the
 import os
 import tempfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -67,7 +67,7 @@ class OffloadCounters:
 
 
 @dataclass(slots=True)
-class _StoredBlock:
+class StoredBlock:
     """A block in the store: its checksum, and its bytes or its offset in the file."""
 
     checksum: int
@@ -83,15 +83,18 @@ class OffloadStore:
         contents: the cache.
 
     Attributes:
+        seconds: the clock that measures copies and steps.
         compute_seconds: seconds to compute a token of a prompt; 0 until measured.
         load_seconds: seconds to load a byte.
         memory_bytes, disk_bytes: bytes in memory and on disk.
         disk_failure: the error after which the disk is no longer written; "" before.
     """
 
-    def __init__(self, settings: OffloadSettings, contents: PagedCache) -> None:
-        self.settings, self._contents = settings, contents
-        self._stored: dict[Key, _StoredBlock] = {}  # in memory and on disk, the least recently used first
+    def __init__(
+        self, settings: OffloadSettings, contents: PagedCache, seconds: Callable[[], float] = perf_counter
+    ) -> None:
+        self.settings, self._contents, self.seconds = settings, contents, seconds
+        self._stored: dict[Key, StoredBlock] = {}  # in memory and on disk, the least recently used first
         self._in_memory: dict[Key, None] = {}
         self.memory_bytes = self.disk_bytes = 0
         self._file = tempfile.TemporaryFile(dir=settings.folder) if settings.disk else None  # noqa: SIM115
@@ -127,36 +130,33 @@ class OffloadStore:
                 wanted.append((block, digest))
         if not wanted:
             return
-        content = self._contents.read(index, np.array([block for block, _ in wanted], dtype=np.int32))
-        for row, (_, digest) in zip(content, wanted, strict=True):
-            key = index, digest
-            # A copy, so that no block keeps the memory of the others.
-            self._stored[key] = _StoredBlock(zlib.crc32(row.data), row.nbytes, row.copy())
-            self._in_memory[key] = None
-            self.memory_bytes += row.nbytes
+        copies = self._copy(index, np.array([block for block, _ in wanted], dtype=np.int32))
+        for stored, (_, digest) in zip(copies, wanted, strict=True):
+            self._stored[index, digest] = stored
+            self._in_memory[index, digest] = None
+            self.memory_bytes += stored.size
             self.counters.stored += 1
         while self.memory_bytes > self.settings.memory:
             self._move_to_disk(next(iter(self._in_memory)))
 
     def read(self, index: int, digests: Sequence[bytes]) -> list[Bytes] | None:
         """Read stored blocks of pool `index`; None if a checksum is wrong, whose block is deleted."""
-        began = perf_counter()
+        began = self.seconds()
         contents = [self._read_block((index, digest)) for digest in digests]
         found = [content for content in contents if content is not None]
         for digest in reversed(digests):  # the end of a sequence is dropped first
             if (index, digest) in self._stored:
                 self._mark_used((index, digest))
-        self._read_seconds += perf_counter() - began
+        self._read_seconds += self.seconds() - began
         return found if len(found) == len(contents) else None
 
     def write(self, index: int, blocks: Blocks, contents: Sequence[Bytes]) -> None:
         """Overwrite the blocks int32[C] of pool `index`."""
         if not contents:
             return
-        began = perf_counter()
-        stacked = np.stack(contents)
-        self._contents.write(index, blocks, stacked)
-        seconds = (self._read_seconds + perf_counter() - began) / stacked.nbytes
+        began = self.seconds()
+        size = self._overwrite(index, blocks, contents)
+        seconds = (self._read_seconds + self.seconds() - began) / size
         self._read_seconds = 0.0
         self.load_seconds += _EMA_WEIGHT * (seconds - self.load_seconds)
 
@@ -186,15 +186,8 @@ class OffloadStore:
 
     def _read_block(self, key: Key) -> Bytes | None:
         stored = self._stored[key]
-        content = stored.content
+        content = self._load(stored)
         if content is None:
-            assert self._file is not None
-            try:
-                data = os.pread(self._file.fileno(), stored.size, stored.offset)
-                content = np.frombuffer(data, dtype=np.uint8)
-            except OSError:
-                content = np.zeros(0, dtype=np.uint8)
-        if zlib.crc32(content.data) != stored.checksum or content.nbytes != stored.size:
             self.counters.corrupt += 1
             self._remove(key)
             return None
@@ -204,18 +197,52 @@ class OffloadStore:
             self.counters.loaded_from_memory += 1
         return content
 
+    # -- bytes ---------------------------------------------------------------------------------------------
+
+    def _copy(self, index: int, blocks: Blocks) -> list[StoredBlock]:
+        """Copy blocks of pool `index` from the cache."""
+        # Each row is copied, so that no block keeps the memory of the others.
+        return [
+            StoredBlock(zlib.crc32(row.data), row.nbytes, row.copy())
+            for row in self._contents.read(index, blocks)
+        ]
+
+    def _overwrite(self, index: int, blocks: Blocks, contents: Sequence[Bytes]) -> int:
+        """Overwrite blocks of pool `index` in the cache, and return their bytes."""
+        stacked = np.stack(contents)
+        self._contents.write(index, blocks, stacked)
+        return stacked.nbytes
+
+    def _load(self, stored: StoredBlock) -> Bytes | None:
+        """Return the bytes of a block; None if they are unreadable or have another checksum."""
+        content = stored.content
+        if content is None:
+            assert self._file is not None
+            try:
+                data = os.pread(self._file.fileno(), stored.size, stored.offset)
+            except OSError:
+                return None
+            content = np.frombuffer(data, dtype=np.uint8)
+        intact = content.nbytes == stored.size and zlib.crc32(content.data) == stored.checksum
+        return content if intact else None
+
+    def _write_to_file(self, stored: StoredBlock, offset: int) -> int:
+        """Write the bytes of a block in memory, and return how many were written."""
+        assert self._file is not None and stored.content is not None
+        return os.pwrite(self._file.fileno(), stored.content.data, offset)
+
+    # -- memory and disk -----------------------------------------------------------------------------------
+
     def _move_to_disk(self, key: Key) -> None:
         """Move a block from memory to disk, or drop it."""
         stored = self._stored[key]
-        assert stored.content is not None
         offset = self._allocate_offset(stored.size)
         if offset is None:
             self._remove(key)
             self.counters.dropped += 1
             return
-        assert self._file is not None
         try:
-            written = os.pwrite(self._file.fileno(), stored.content.data, offset)
+            written = self._write_to_file(stored, offset)
         except OSError as error:
             written, self.disk_failure = -1, str(error)
         if written != stored.size:

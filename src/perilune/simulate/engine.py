@@ -18,16 +18,19 @@ from torch import Tensor
 
 from perilune.engine.blocks import Blocks
 from perilune.engine.engine import Engine
+from perilune.engine.offload import OffloadStore
 from perilune.engine.request import Request, SamplingParams
 from perilune.engine.sampler import DrawnTokens, Sampler
 from perilune.engine.sequences import Rows, Sequences
 from perilune.engine.step import StepBatch
-from perilune.models.config.decoder_config import DecoderConfig
+from perilune.models.card.model_card import ModelCard
+from perilune.models.config.decoder_config import STATE_WINDOW, DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.memory import DEFAULT_TOKEN_BUDGET
 from perilune.simulate.step_cost import StepTimes, StepWork, Windows
 
 Tokens = NDArray[np.int32]
+VOCABULARY_SIZE = 1 << 15  # of made-up tokens; only their equality matters
 
 
 @dataclass(slots=True)
@@ -56,6 +59,13 @@ class SimulatedModel:
         shares = {window: count / windows.total() for window, count in windows.items()}
         return cls(config.vocab_size + 1, config.max_position_embeddings, shares)
 
+    @classmethod
+    def from_card(cls, model: ModelCard) -> SimulatedModel:
+        """Return the model of a card, with a vocabulary of `VOCABULARY_SIZE` tokens."""
+        windows = Counter(layer_windows(model))
+        shares = {window: count / windows.total() for window, count in windows.items()}
+        return cls(VOCABULARY_SIZE + 1, model.max_positions, shares)
+
     @property
     def distinct_windows(self) -> tuple[int | None, ...]:
         """The windows in the order of `DecoderConfig.distinct_windows`."""
@@ -65,6 +75,11 @@ class SimulatedModel:
     def config(self) -> SimulatedModel:
         """The engine reads `decoder.config`."""
         return self
+
+
+def layer_windows(model: ModelCard) -> list[int | None]:
+    """Return the window of each layer; that of linear attention is its state."""
+    return [STATE_WINDOW if layer.mixer.state_size else layer.mixer.window for layer in model.layers]
 
 
 @dataclass(slots=True)
@@ -238,6 +253,11 @@ class SimulatedEngine(Engine):
     def _advance(self) -> None:
         super()._advance()
         self.peak_use = max(self.peak_use, self.cache_use)
+
+    def offload_to(self, store: OffloadStore) -> None:
+        """Keep the blocks that the prefix cache evicts. Call it before the first request."""
+        self._offload = store
+        self._start_empty()
 
     @property
     def block_count(self) -> int:

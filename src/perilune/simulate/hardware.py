@@ -25,26 +25,28 @@ class Card:
         flops: dense bfloat16 operations per second.
         memory: bytes.
         link: bytes per second to other cards of the machine, both directions together.
+        host: bytes per second to the host's memory, in one direction.
     """
 
     bandwidth: float
     flops: float
     memory: float
     link: float
+    host: float
 
 
 CARDS: Mapping[str, Card] = MappingProxyType(
     {
-        "A10": Card(600e9, 125e12, 24e9, 64e9),
-        "A100": Card(2039e9, 312e12, 80e9, 600e9),
-        "A100-40GB": Card(1555e9, 312e12, 40e9, 600e9),
-        "B200": Card(8000e9, 2250e12, 180e9, 1800e9),
-        "H100": Card(3350e9, 989e12, 80e9, 900e9),
-        "H200": Card(4800e9, 989e12, 141e9, 900e9),
-        "L4": Card(300e9, 121e12, 24e9, 64e9),
-        "L40S": Card(864e9, 362e12, 48e9, 64e9),
-        "MI300X": Card(5300e9, 1307e12, 192e9, 896e9),
-        "RTX4090": Card(1008e9, 165e12, 24e9, 64e9),
+        "A10": Card(600e9, 125e12, 24e9, 64e9, 32e9),
+        "A100": Card(2039e9, 312e12, 80e9, 600e9, 32e9),
+        "A100-40GB": Card(1555e9, 312e12, 40e9, 600e9, 32e9),
+        "B200": Card(8000e9, 2250e12, 180e9, 1800e9, 64e9),
+        "H100": Card(3350e9, 989e12, 80e9, 900e9, 64e9),
+        "H200": Card(4800e9, 989e12, 141e9, 900e9, 64e9),
+        "L4": Card(300e9, 121e12, 24e9, 64e9, 32e9),
+        "L40S": Card(864e9, 362e12, 48e9, 64e9, 32e9),
+        "MI300X": Card(5300e9, 1307e12, 192e9, 896e9, 64e9),
+        "RTX4090": Card(1008e9, 165e12, 24e9, 64e9, 32e9),
     }
 )
 VALUE_BYTES = 2  # bytes of a weight, key or value: bfloat16
@@ -54,6 +56,7 @@ QUERIES_PER_KEY = 128  # queries of a prompt that read a key together
 HOST_SECONDS = 1e-3  # of scheduler and sampler in each step of the engine
 EXCHANGE_SECONDS = 1e-5  # latency of an exchange between two cards
 USED_MEMORY = 0.9  # share of the memory for weights and cache
+DISK_BANDWIDTH = 7e9  # bytes per second: an NVMe disk on four lanes of PCIe 4
 NETWORK_BANDWIDTH = 50e9  # bytes per second between machines: 400 Gbit/s
 START_SECONDS = 60.0  # to start a stage
 RECORD_SECONDS = 0.1  # to record a training step

@@ -8,28 +8,29 @@ the keys and values to decode replicas.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from perilune.engine.offload import OffloadSettings
 from perilune.errors import RequestError
 from perilune.files import read_regular
 from perilune.models.card.model_card import ModelCard
-from perilune.models.config.decoder_config import STATE_WINDOW
 from perilune.models.memory import DEFAULT_TOKEN_BUDGET
 from perilune.simulate.autoscaling import Autoscaling, ScalingResult, assign_replicas
-from perilune.simulate.engine import SimulatedEngine, SimulatedModel
+from perilune.simulate.engine import VOCABULARY_SIZE, SimulatedEngine, SimulatedModel
 from perilune.simulate.hardware import ComputedSteps, Machines, cache_tokens, transfer_seconds
+from perilune.simulate.offload import OffloadTimes, SimulatedOffloadStore
 from perilune.simulate.step_cost import StepTimes, StepWork
 
 Tokens = NDArray[np.int32]
-VOCABULARY_SIZE = 1 << 15  # of made-up tokens; only their equality matters
 TOKENS_PER_HASH = 512  # tokens of a prompt for each of the trace's `hash_ids`
 
 
@@ -127,34 +128,34 @@ class Fleet:
 
     Attributes:
         busy: seconds of all replicas in which they computed.
-        cached: prompt tokens that the prefix cache had; `computed` were computed.
+        counts: engine `steps`, `preemptions`, prompt tokens (`computed`, or `cached` in the prefix cache) and
+            offloaded blocks (`loaded_from_memory`, `loaded_from_disk`, or `refused`, as computing is faster).
         scaled: the decisions of the autoscaler.
     """
 
     served: list[Served] = field(default_factory=list)
     busy: float = 0.0
-    steps: int = 0
-    preemptions: int = 0
-    computed: int = 0
-    cached: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
     scaled: ScalingResult | None = None
 
     def count(self, engine: SimulatedEngine) -> None:
         """Add the counts of an engine."""
-        counters = engine.counters
-        self.steps += counters.steps
-        self.preemptions += counters.preemptions
-        self.computed += counters.prompt_tokens
-        self.cached += counters.cached_tokens
+        counters, offloaded = engine.counters, engine.offloaded
+        self.counts.update(
+            steps=counters.steps,
+            preemptions=counters.preemptions,
+            computed=counters.prompt_tokens,
+            cached=counters.cached_tokens,
+            loaded_from_memory=offloaded.loaded_from_memory,
+            loaded_from_disk=offloaded.loaded_from_disk,
+            refused=offloaded.refused,
+        )
 
     def add(self, other: Fleet) -> None:
         """Add other replicas."""
         self.served += other.served
         self.busy += other.busy
-        self.steps += other.steps
-        self.preemptions += other.preemptions
-        self.computed += other.computed
-        self.cached += other.cached
+        self.counts.update(other.counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +174,68 @@ class _RoutedRequest:
     first: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A copy of the model on `machines.cards_per_model` cards, and its engine.
+
+    Attributes:
+        slots: most requests in flight.
+        offload: where the prefix cache puts evicted blocks; None drops them.
+    """
+
+    machines: Machines
+    model: ModelCard
+    slots: int = 256
+    offload: OffloadSettings | None = None
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that fit into the cache."""
+        return min(cache_tokens(self.machines, self.model), self.slots * self.model.max_positions)
+
+    def serve(self, share: Sequence[_RoutedRequest]) -> Fleet:
+        """Serve requests, in the order of their times. They enter between two steps."""
+        received = share[0].first is not None
+        engine = self._make_engine(receives=received)
+        fleet, in_flight, clock, next_index = Fleet(), dict[int, _RoutedRequest](), engine.clock, 0
+        while next_index < len(share) or engine.unfinished:
+            if not engine.unfinished:
+                clock.now = max(clock.now, share[next_index].time)
+            while next_index < len(share) and share[next_index].time <= clock.now:
+                sent = share[next_index]
+                prompt = sent.arrival.tokens() + [0] * received
+                answer = np.full(sent.output, sent.arrival.number % VOCABULARY_SIZE, dtype=np.int32)
+                in_flight[engine.submit(prompt, [answer])] = sent
+                next_index += 1
+            before = clock.now
+            for delta in engine.step():
+                sent, first = in_flight.pop(delta.request_id), engine.first_token_times.pop(delta.request_id)
+                began = first if sent.first is None else sent.first
+                fleet.served.append(Served(sent.arrival, began, clock.now))
+            fleet.busy += clock.now - before
+        fleet.count(engine)
+        return fleet
+
+    def _make_engine(self, *, receives: bool) -> SimulatedEngine:
+        """Make the engine of a replica; one that receives keys and values of whole prompts has no prefill."""
+        steps: StepTimes = ComputedSteps(self.machines, self.model)
+        engine = SimulatedEngine(
+            SimulatedModel.from_card(self.model),
+            _ReceivingSteps(steps) if receives else steps,
+            slots=self.slots,
+            cache_tokens=self.cache_tokens,
+            token_budget=self.cache_tokens if receives else DEFAULT_TOKEN_BUDGET,
+        )
+        if self.offload is not None and not receives:
+            times = OffloadTimes.of(self.machines, self.model)
+            engine.offload_to(SimulatedOffloadStore(self.offload, times, engine.clock))
+        return engine
+
+
 def serve(
-    machines: Machines,
-    model: ModelCard,
+    replica: Replica,
     arrivals: Sequence[Arrival],
     *,
-    slots: int = 256,
     prefill: int = 0,
     autoscaling: Autoscaling | None = None,
     jobs: int = 1,
@@ -186,7 +243,7 @@ def serve(
     """Serve a trace.
 
     Args:
-        slots: most requests in flight in a replica.
+        replica: each replica of the fleet, of which there are `replica.machines.replicas`.
         prefill: replicas that only compute prompts; 0 has every replica do both.
         autoscaling: starts and releases replicas; by default all serve all the time.
         jobs: processes that simulate replicas.
@@ -194,11 +251,12 @@ def serve(
     Raises:
         RequestError: when the weights or a request do not fit, or no replica is left to decode.
     """
-    if not 0 <= prefill < machines.replicas:
+    count = replica.machines.replicas
+    if not 0 <= prefill < count:
         raise RequestError(
-            f"{prefill} of {machines.replicas} replicas for prefill leave none to decode",
+            f"{prefill} of {count} replicas for prefill leave none to decode",
             where="--prefill",
-            remedy=f"give 0 to {machines.replicas - 1}",
+            remedy=f"give 0 to {count - 1}",
         )
     if prefill and autoscaling is not None:
         raise RequestError(
@@ -206,20 +264,24 @@ def serve(
             where="--autoscale",
             remedy="remove it, or --prefill",
         )
-    cache_size = min(cache_tokens(machines, model), slots * model.max_positions)
-    _check_longest(arrivals, model, cache_size)
-    replica = partial(_simulate_replica, machines, model, slots, cache_size)
-    if not prefill:
-        requests = [_RoutedRequest(arrival.time, arrival, arrival.output) for arrival in arrivals]
-        if autoscaling is None:
-            return _simulate_replicas(replica, _split_round_robin(requests, machines.replicas), jobs)
-        scaled = assign_replicas(autoscaling, [arrival.time for arrival in arrivals], machines.replicas)
-        shares: dict[int, list[_RoutedRequest]] = {}
-        for number, sent in zip(scaled.replica_of, requests, strict=True):
-            shares.setdefault(number, []).append(sent)
-        fleet = _simulate_replicas(replica, list(shares.values()), jobs)
-        fleet.scaled = scaled
-        return fleet
+    _check_longest(arrivals, replica)
+    if prefill:
+        return _serve_disaggregated(replica, arrivals, prefill, jobs)
+    requests = [_RoutedRequest(arrival.time, arrival, arrival.output) for arrival in arrivals]
+    if autoscaling is None:
+        return _simulate_replicas(replica, _split_round_robin(requests, count), jobs)
+    scaled = assign_replicas(autoscaling, [arrival.time for arrival in arrivals], count)
+    shares: dict[int, list[_RoutedRequest]] = {}
+    for number, sent in zip(scaled.replica_of, requests, strict=True):
+        shares.setdefault(number, []).append(sent)
+    fleet = _simulate_replicas(replica, list(shares.values()), jobs)
+    fleet.scaled = scaled
+    return fleet
+
+
+def _serve_disaggregated(replica: Replica, arrivals: Sequence[Arrival], prefill: int, jobs: int) -> Fleet:
+    """Serve a trace with `prefill` replicas that compute prompts, and the others that decode."""
+    model, decoding = replica.model, replica.machines.replicas - prefill
     prompts = [_RoutedRequest(arrival.time, arrival, 1) for arrival in arrivals]
     fleet = _simulate_replicas(replica, _split_round_robin(prompts, prefill), jobs)
     prompted, fleet.served = fleet.served, []
@@ -235,54 +297,20 @@ def serve(
         if request.arrival.output > 1
     ]
     received.sort(key=lambda request: (request.time, request.arrival.number))
-    fleet.add(_simulate_replicas(replica, _split_round_robin(received, machines.replicas - prefill), jobs))
+    fleet.add(_simulate_replicas(replica, _split_round_robin(received, decoding), jobs))
     return fleet
 
 
-def _simulate_replicas(
-    replica: Callable[[Sequence[_RoutedRequest]], Fleet],
-    shares: Sequence[Sequence[_RoutedRequest]],
-    jobs: int,
-) -> Fleet:
+def _simulate_replicas(replica: Replica, shares: Sequence[Sequence[_RoutedRequest]], jobs: int) -> Fleet:
     """Simulate all replicas in `jobs` processes."""
     fleet = Fleet()
     if jobs == 1 or len(shares) == 1:
         for share in shares:
-            fleet.add(replica(share))
+            fleet.add(replica.serve(share))
         return fleet
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        for part in pool.map(replica, shares, chunksize=max(1, len(shares) // (4 * jobs))):
+        for part in pool.map(replica.serve, shares, chunksize=max(1, len(shares) // (4 * jobs))):
             fleet.add(part)
-    return fleet
-
-
-def _simulate_replica(
-    machines: Machines, model: ModelCard, slots: int, cache_size: int, share: Sequence[_RoutedRequest]
-) -> Fleet:
-    """Serve requests, in the order of their times, with one replica. They enter between two steps."""
-    steps: StepTimes = ComputedSteps(machines, model)
-    budget = DEFAULT_TOKEN_BUDGET
-    if received := share[0].first is not None:  # keys and values of whole prompts arrive
-        steps, budget = _ReceivingSteps(steps), cache_size
-    engine = SimulatedEngine(
-        _simulated_model(model), steps, slots=slots, cache_tokens=cache_size, token_budget=budget
-    )
-    fleet, in_flight, clock, next_index = Fleet(), dict[int, _RoutedRequest](), engine.clock, 0
-    while next_index < len(share) or engine.unfinished:
-        if not engine.unfinished:
-            clock.now = max(clock.now, share[next_index].time)
-        while next_index < len(share) and share[next_index].time <= clock.now:
-            sent = share[next_index]
-            prompt = sent.arrival.tokens() + [0] * received
-            answer = np.full(sent.output, sent.arrival.number % VOCABULARY_SIZE, dtype=np.int32)
-            in_flight[engine.submit(prompt, [answer])] = sent
-            next_index += 1
-        before = clock.now
-        for delta in engine.step():
-            sent, first = in_flight.pop(delta.request_id), engine.first_token_times.pop(delta.request_id)
-            fleet.served.append(Served(sent.arrival, first if sent.first is None else sent.first, clock.now))
-        fleet.busy += clock.now - before
-    fleet.count(engine)
     return fleet
 
 
@@ -306,15 +334,12 @@ def _split_round_robin(items: Sequence[_RoutedRequest], count: int) -> list[Sequ
     return [items[number::count] for number in range(min(count, len(items)))]
 
 
-def _simulated_model(model: ModelCard) -> SimulatedModel:
-    windows = [STATE_WINDOW if layer.mixer.state_size else layer.mixer.window for layer in model.layers]
-    shares = {window: windows.count(window) / len(windows) for window in dict.fromkeys(windows)}
-    return SimulatedModel(VOCABULARY_SIZE + 1, model.max_positions, shares)
-
-
-def _check_longest(arrivals: Sequence[Arrival], model: ModelCard, cache_size: int) -> None:
+def _check_longest(arrivals: Sequence[Arrival], replica: Replica) -> None:
     longest = max(arrivals, key=lambda arrival: arrival.prompt + arrival.output)
-    tokens, limit = longest.prompt + longest.output, min(model.max_positions, cache_size - 16)
+    tokens, limit = (
+        longest.prompt + longest.output,
+        min(replica.model.max_positions, replica.cache_tokens - 16),
+    )
     if tokens > limit:
         raise RequestError(
             f"request {longest.number} has {tokens:,} tokens, and at most {limit:,} fit",
@@ -329,7 +354,7 @@ def summarize_fleet(fleet: Fleet, machines: Machines, *, ttft: float, tpot: floa
     Args:
         ttft, tpot: limits in seconds within which a request counts for the goodput.
     """
-    served = fleet.served
+    served, counts = fleet.served, fleet.counts
     begin, end = min(request.arrival.time for request in served), max(request.end for request in served)
     seconds, tokens = end - begin, sum(request.arrival.output for request in served)
     good = sum(request.ttft <= ttft and request.tpot <= tpot for request in served)
@@ -348,9 +373,10 @@ def summarize_fleet(fleet: Fleet, machines: Machines, *, ttft: float, tpot: floa
         "goodput": good / seconds,
         "good_share": good / len(served),
         "busy": fleet.busy / replica_seconds,
-        "prefix_hits": fleet.cached / max(1, fleet.cached + fleet.computed),
-        "preemptions": fleet.preemptions,
-        "engine_steps": fleet.steps,
+        "prefix_hits": counts["cached"] / max(1, counts["cached"] + counts["computed"]),
+        "preemptions": counts["preemptions"],
+        "engine_steps": counts["steps"],
+        **{f"blocks_{name}": counts[name] for name in ("loaded_from_memory", "loaded_from_disk", "refused")},
     }
     if fleet.scaled is not None:
         result |= {"replicas_mean": replica_seconds / seconds, "replicas_peak": fleet.scaled.peak}

@@ -13,12 +13,13 @@ from perilune.cli.arguments import Json, RecipeArgument, SetOption
 from perilune.cli.output import echo, make_console, print_json
 from perilune.cli.units import format_duration
 from perilune.errors import RequestError
-from perilune.files import write_json
+from perilune.files import write_atomic, write_json
 
 if TYPE_CHECKING:
     from perilune.simulate.run import RunResult
 
 
+COLUMNS = ("stage", "setting", "time", "sampling", "learning", "idle", "mean age", "peak blocks", "cost")
 TENTHS_BELOW_S = 600.0  # seconds, below which tenths are shown
 
 
@@ -59,6 +60,9 @@ def simulate(
         Path | None,
         typer.Option(metavar="FILE", help="Also write a Chrome trace (chrome://tracing, Perfetto)."),
     ] = None,
+    page: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a page with the table and charts.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Predict the RL stages of a recipe: time, idle shares of learner and workers, staleness, cache and cost.
@@ -70,7 +74,7 @@ def simulate(
     \b
     perilune simulate quickstart
     perilune simulate quickstart --staleness sync,1,2 --wait 0.2
-    perilune simulate my.yaml --machines 2xH100@2.50 --json
+    perilune simulate my.yaml --machines 2xH100@2.50 --page prediction.html
     """
     from perilune.cli.train.simulated_recipe import Options, simulate_recipe
     from perilune.recipe.load import load_recipe
@@ -88,12 +92,16 @@ def simulate(
     document, results = simulate_recipe(load_recipe(recipe, set_ or ()), options)
     if trace is not None:
         write_json(trace, chrome_trace(results))
+    if page is not None:
+        write_atomic(page, _render_page(document, results))
     if as_json:
         print_json(document)
         return
     show(document)
     if trace is not None:
         echo(f"wrote {trace}: open it in chrome://tracing or ui.perfetto.dev", err=True)
+    if page is not None:
+        echo(f"wrote {page}: open it in a browser", err=True)
 
 
 def _settings(text: str) -> tuple[int | None, ...]:
@@ -115,17 +123,32 @@ def show(document: Mapping[str, Any]) -> None:
     console = make_console()
     echo(f"{document['recipe']}: {document['machines']}")
     table = Table(box=None, pad_edge=False)
-    figures = ("time", "sampling", "learning", "idle", "mean age", "peak blocks", "cost")
-    for column in ("stage", "setting", *figures):
+    for column in COLUMNS:
         table.add_column(column, justify="left" if column in ("stage", "setting", "idle") else "right")
     for row in document["stages"]:
         table.add_row(*_row(row))
     console.print(table)
-    for row in document["stages"]:
-        echo(f"  {row['stage']}, {row['setting']}: lengths: {row['lengths']}")
+    for text in _lengths(document):
+        echo(f"  {text}")
     for note in document["notes"]:
         echo(f"note: {note}")
     sys.stdout.flush()
+
+
+def _render_page(document: Mapping[str, Any], results: Sequence[tuple[str, RunResult]]) -> str:
+    from perilune.cli.train.simulation_page import render_simulation, run_figures
+
+    rows = [_row(row) for row in document["stages"]]
+    notes = [*_lengths(document), *document["notes"]]
+    title = f"{document['recipe']}, simulated"
+    figures = run_figures(results)
+    return render_simulation(
+        title, document["machines"], columns=COLUMNS, rows=rows, figures=figures, notes=notes
+    )
+
+
+def _lengths(document: Mapping[str, Any]) -> list[str]:
+    return [f"{row['stage']}, {row['setting']}: lengths: {row['lengths']}" for row in document["stages"]]
 
 
 def _row(row: Mapping[str, Any]) -> list[str]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +15,7 @@ from perilune.errors import RequestError
 from perilune.simulate.autoscaling import Autoscaling
 
 if TYPE_CHECKING:
+    from perilune.engine.offload import OffloadSettings
     from perilune.simulate.serving import Arrival
 
 POISSON_PREFIX = "poisson:"
@@ -52,10 +52,19 @@ def simulate_serving(
         ),
     ] = "",
     slots: Annotated[int, typer.Option(min=1, help="Maximum requests in flight per replica.")] = 256,
+    offload_memory: Annotated[
+        float, typer.Option(min=0, metavar="GIB", help="Host memory per replica for evicted cache blocks.")
+    ] = 0.0,
+    offload_disk: Annotated[
+        float, typer.Option(min=0, metavar="GIB", help="Disk per replica for blocks that leave this memory.")
+    ] = 0.0,
     ttft: Annotated[float, typer.Option(min=0, help="Goodput: limit of seconds to first token.")] = 1.0,
     tpot: Annotated[float, typer.Option(min=0, help="Goodput: limit of seconds per further token.")] = 0.05,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the poisson requests.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that simulate replicas.")] = 1,
+    page: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a page with the figures and charts.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Predict time to first token, time per token and goodput of a fleet that serves a trace of requests.
@@ -67,25 +76,36 @@ def simulate_serving(
     perilune simulate-serving my-model --requests trace.jsonl --machines 8xH100/2@2.50
     perilune simulate-serving my-model --requests poisson:40:60:1000:200 --machines 4xL4 --prefill 1
     perilune simulate-serving my-model --requests trace.jsonl --machines 16xL4@0.80 --autoscale 2:4:120
+    perilune simulate-serving my-model --requests trace.jsonl --machines 4xL4 --offload-memory 64
     """
     from perilune.cli.inspect.model_card import config_file
-    from perilune.files import read_json
+    from perilune.cli.train.simulation_page import render_simulation, serving_figures
+    from perilune.files import read_json, write_atomic
     from perilune.models.card.from_config import model_card
     from perilune.simulate.hardware import ASSUMPTIONS, parse_machines
-    from perilune.simulate.serving import serve, summarize_fleet
+    from perilune.simulate.serving import Replica, serve, summarize_fleet
 
     file = config_file(model)
     card, fleet = model_card(read_json(file), where=str(file)), parse_machines(machines)
     began = time.monotonic()
     arrivals = _arrivals(requests, seed)
     scaling = Autoscaling.parse(autoscale) if autoscale else None
-    served = serve(fleet, card, arrivals, slots=slots, prefill=prefill, autoscaling=scaling, jobs=jobs)
+    replica = Replica(fleet, card, slots, _offload(offload_memory, offload_disk))
+    served = serve(replica, arrivals, prefill=prefill, autoscaling=scaling, jobs=jobs)
     summary = summarize_fleet(served, fleet, ttft=ttft, tpot=tpot)
     document = {"machines": machines, "prefill_replicas": prefill, "basis": ASSUMPTIONS, **summary}
+    lead, figures = _describe_fleet(document, fleet.replicas), list(_figures(document, (ttft, tpot)))
+    if page is not None:
+        title, columns = f"{model}, simulated", ("figure", "value")
+        charts = serving_figures(served.served)
+        write_atomic(page, render_simulation(title, lead, columns=columns, rows=figures, figures=charts))
+        echo(f"wrote {page}: open it in a browser", err=True)
     if as_json:
         print_json(document | {"simulated_in": time.monotonic() - began})
         return
-    _show(document, replicas=fleet.replicas, slo=(ttft, tpot))
+    echo(lead)
+    for name, value in figures:
+        echo(f"  {name:<24}{value}")
     echo(f"simulated in {time.monotonic() - began:.1f} s", err=True)
 
 
@@ -107,7 +127,13 @@ def _arrivals(text: str, seed: int) -> list[Arrival]:
     return poisson_requests(rate, seconds, prompt, output, seed)
 
 
-def _show(found: Mapping[str, Any], *, replicas: int, slo: tuple[float, float]) -> None:
+def _offload(memory: float, disk: float) -> OffloadSettings | None:
+    from perilune.engine.offload import OffloadSettings
+
+    return OffloadSettings(round(memory * 2**30), round(disk * 2**30)) if memory or disk else None
+
+
+def _describe_fleet(found: Mapping[str, Any], replicas: int) -> str:
     apart = found["prefill_replicas"]
     split = (
         f"{apart} for prefill and {replicas - apart} for decoding"
@@ -117,23 +143,35 @@ def _show(found: Mapping[str, Any], *, replicas: int, slo: tuple[float, float]) 
     number = f"{replicas} replicas, {split}"
     if "replicas_mean" in found:
         number = f"{found['replicas_mean']:.1f} replicas on average, {found['replicas_peak']} at most"
-    echo(f"{found['machines']}: {number}; {found['basis']}")
-    echo(f"  {found['requests']:,} requests in {found['seconds']:,.1f} s")
+    return f"{found['machines']}: {number}; {found['basis']}"
+
+
+def _figures(found: Mapping[str, Any], slo: tuple[float, float]) -> Iterator[tuple[str, str]]:
+    """Yield the names and values of the predicted figures."""
+    yield "requests", f"{found['requests']:,} in {found['seconds']:,.1f} s"
     for name, label, scale, unit in (
         ("ttft", "time to first token", 1, "s"),
         ("tpot", "time per further token", 1000, "ms"),
         ("latency", "latency", 1, "s"),
     ):
         parts = (scale * found[f"{name}_{part}"] for part in ("mean", "p50", "p99"))
-        echo("  {:<24}mean {:.3g} {u}, P50 {:.3g} {u}, P99 {:.3g} {u}".format(label, *parts, u=unit))
-    echo(f"  {'tokens':<24}{found['tokens_per_second']:,.0f} per second")
+        yield label, "mean {:.3g} {u}, P50 {:.3g} {u}, P99 {:.3g} {u}".format(*parts, u=unit)
+    yield "tokens", f"{found['tokens_per_second']:,.0f} per second"
     limits = f"first token within {slo[0]:g} s, further ones within {1000 * slo[1]:g} ms"
-    echo(f"  {'goodput':<24}{found['goodput']:.3g} requests per second, {found['good_share']:.1%}: {limits}")
-    echo(
-        f"  {'replicas':<24}{found['busy']:.0%} busy, {found['prefix_hits']:.0%} of prompt tokens cached,"
-        f" {found['preemptions']:,} preemptions"
+    yield "goodput", f"{found['goodput']:.3g} requests per second, {found['good_share']:.1%}: {limits}"
+    yield (
+        "replicas",
+        f"{found['busy']:.0%} busy, {found['prefix_hits']:.0%} of prompt tokens cached,"
+        f" {found['preemptions']:,} preemptions",
     )
+    memory, disk, refused = (
+        found[f"blocks_{name}"] for name in ("loaded_from_memory", "loaded_from_disk", "refused")
+    )
+    if memory or disk or refused:
+        yield (
+            "offloaded blocks",
+            f"{memory:,} loaded from memory and {disk:,} from disk; {refused:,} computed, which was faster",
+        )
     if "cost" in found:
         per_token = f"{found['cost_per_million_tokens']:.2f} per million output tokens"
-        echo(f"  {'cost':<24}{found['cost']:.2f}, {per_token}")
-    sys.stdout.flush()
+        yield "cost", f"{found['cost']:.2f}, {per_token}"
