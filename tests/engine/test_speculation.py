@@ -343,3 +343,12 @@ def test_speculate_rejects_runners_that_are_not_exact() -> None:
         engine(ALWAYS, runner=graphs)
     with pytest.raises(RequestError, match="TorchRunner cannot draft with int8"):
         engine(INT8, runner=TorchRunner)
+
+
+def test_refused_speculation_leaves_the_engine_as_it_was() -> None:
+    llm = Engine(DECODER, slots=2, cache_tokens=512, runner=TorchRunner)
+    with pytest.raises(RequestError, match="cannot draft"):
+        llm.speculate(INT8)
+    llm.sleep()
+    llm.wake_up()
+    assert finish(llm, [Request([5], SamplingParams(2))])

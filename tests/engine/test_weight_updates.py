@@ -31,6 +31,15 @@ def test_tokens_after_a_weight_update_come_from_the_new_weights() -> None:
     assert [logprob for delta in deltas for logprob in delta.logprobs][3:] == expected.tolist()
 
 
+def test_embeddings_come_from_updated_weights() -> None:
+    engine = Engine(make(0), slots=2, cache_tokens=512)
+    list(engine.embed([[5, 6, 7]], "mean"))  # copies the weights
+    engine.update_weights(make(1).state_dict(), 1)
+    fresh = Engine(make(1), slots=2, cache_tokens=512)
+    (((found,),), ((expected,),)) = (list(one.embed([[5, 6, 7]], "mean")) for one in (engine, fresh))
+    assert found.tolist() == expected.tolist()
+
+
 def test_update_weights_rejects_state_of_another_model() -> None:
     decoder = make(0)
     engine = Engine(decoder, cache_tokens=256)

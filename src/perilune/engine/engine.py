@@ -194,8 +194,8 @@ class Engine:
                 where="speculation",
                 remedy="turn it off, or sample on a CPU from a model that Perilune computes itself",
             )
+        self._draft = self._make_draft(settings)
         self._speculation = settings
-        self._draft = self._make_draft()
         self._start_empty()
 
     @property
@@ -207,8 +207,7 @@ class Engine:
     def _has_linear_attention(self) -> bool:
         return getattr(self._config, "delta", None) is not None
 
-    def _make_draft(self) -> Runner | None:
-        settings = self._speculation
+    def _make_draft(self, settings: SpeculationSettings | None) -> Runner | None:
         if settings is None or settings.method != "draft":
             return None
         num_blocks = max(self._num_blocks)
@@ -464,6 +463,7 @@ class Engine:
         with self._adapters.pin(number):
             yield from compute_embeddings(self._torch_runner, token_ids, pooling, number)
 
+    @torch.inference_mode(False)  # `update_weights` writes to the copies that this may make
     def _torch_runner(self) -> TorchRunner:
         if not isinstance(self._runner, HiddenStateRunner):
             raise RequestError(
@@ -587,7 +587,7 @@ class Engine:
             self.prepare_adapters()
         if self._offload is not None:
             self._offload.replace_cache(offloadable_cache(self._runner))
-        self._draft = self._make_draft()
+        self._draft = self._make_draft(self._speculation)
         self._scheduler.speculation = self._make_speculation()
 
     # -- a step ------------------------------------------------------------------------------------------
