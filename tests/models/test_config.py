@@ -268,6 +268,7 @@ def _fields(scaling: Llama3Scaling) -> dict[str, Any]:
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rms_norm_eps": 0}, "rms_norm_eps"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"rope_theta": 10**400}, "rope_theta"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"eos_token_id": [1, "2"]}, "eos_token_id"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type"),

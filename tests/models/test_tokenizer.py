@@ -342,6 +342,7 @@ def test_malformed_tokenizer_json_is_rejected(tmp_path, content):
         ("{}", "no eos_token"),
         ('{"eos_token": 3}', "eos_token is 3"),
         ('{"eos_token": "<|end|>"}', "'<|end|>' is not in the vocabulary"),
+        ('{"eos_token": "\\ud800"}', "eos_token .* is not in the vocabulary"),
         ('{"eos_token": "<eos>", "chat_template": 3}', "chat_template is neither"),
         (
             '{"eos_token": "<eos>", "chat_template": "a\\n{% if %}"}',

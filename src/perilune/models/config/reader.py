@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from perilune.errors import RequestError
+from perilune.files import finite_number
 from perilune.models.config.families import DECODER_FAMILIES, SAME_FAMILY
 
 _LARGEST = 2**31
@@ -74,10 +75,10 @@ class Reader:
 
     def number(self, key: str, default: float) -> float:
         """Return a positive number."""
-        value = self.raw.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        value = finite_number(self.raw.get(key, default))
+        if value is None or value <= 0:
             raise self.wrong(key, "give a positive number")
-        return float(value)
+        return value
 
     def optional_number(self, key: str) -> float | None:
         """Return a positive number, or None where the key is missing or null."""

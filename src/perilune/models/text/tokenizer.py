@@ -11,6 +11,7 @@ import copy
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -478,7 +479,9 @@ class Tokenizer:
         token = self._token(name)
         if token is None:
             return None
-        token_id: int | None = self._backend.token_to_id(token)
+        token_id: int | None = None
+        with suppress(UnicodeEncodeError):  # half a surrogate pair
+            token_id = self._backend.token_to_id(token)
         if token_id is None:
             raise RequestError(f"{name} {token!r} is not in the vocabulary", where=self._where)
         return token_id
