@@ -17,6 +17,7 @@ from perilune.files import sha256_file
 from perilune.learn import checkpoints
 from perilune.models.checkpoints.checksum import checksum
 from perilune.models.checkpoints.loading import load_checkpoint
+from perilune.tasks.checks.collapse import CollapseWatch
 from perilune.tasks.rl.metrics import StepRecorder
 from perilune.tasks.rl.update import PolicyUpdater
 from perilune.tasks.selfplay.league import League
@@ -316,3 +317,16 @@ def test_best_checkpoint_by_a_metric_is_refused() -> None:
     """The stage would write the champion's weights in its place."""
     with pytest.raises(ValueError, match="outputs the champion"):
         SelfPlaySpec.model_validate({"checkpoint": "sft", "keep": {"best": "reward"}})
+
+
+def test_stronger_opponents_are_no_collapse_of_the_reward(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reward of an improving policy falls when its opponents are as good as it is."""
+    monkeypatch.setattr(
+        CollapseWatch, "observe", lambda watch, *_: setattr(watch, "alarm", True) or "collapsed"
+    )
+    played = run_task(
+        tmp_path / "b", "selfplay", inputs={"checkpoint": start}, **options(steps=2, prompts=2, samples=2)
+    )
+    assert not any(line["collapse_alarm"] for line in metrics(played))

@@ -36,7 +36,8 @@ class StepRecorder:
     over all scored episodes of players, including those of dead groups.
 
     Args:
-        stop_without_signal: stop after `MAX_DEAD_STEPS` steps in which nearly all groups were dead.
+        stop_without_signal: stop after `MAX_DEAD_STEPS` steps in which nearly all groups were dead. False in
+            self-play, where the reward depends on the opponents, and its fall is no collapse.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class StepRecorder:
         self._form = FormWatch(workspace)
         for line in workspace.step_metrics():
             self._count_dead(line["dead_groups"])
-            self._collapse.observe(line["step"], lasting_reward(line), line["dead_groups"])
+            if stop_without_signal:
+                self._collapse.observe(line["step"], lasting_reward(line), line["dead_groups"])
             self._form.observe(line)
 
     def record(
@@ -102,6 +104,8 @@ class StepRecorder:
         return StepReport(line, progress, timings, self._no_signal_error(step, dead))
 
     def _collapse_alarm(self, step: int, reward: float, dead: float) -> float:
+        if not self._stop_without_signal:
+            return 0.0
         if changed := self._collapse.observe(step, reward, dead):
             self._workspace.log(f"{'warning: ' if self._collapse.alarm else ''}step {step}: {changed}")
             self._workspace.event("collapse" if self._collapse.alarm else "recovery", step=step)
