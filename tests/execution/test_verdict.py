@@ -1,12 +1,13 @@
-"""Out-of-memory kills that count for a task."""
+"""Which failures count as out of memory: kills by the kernel, and failed allocations."""
 
 import signal
 import subprocess
 import sys
 
 import pytest
+import torch
 
-from perilune.execution.verdict import count_memory_kills
+from perilune.execution.verdict import Cause, count_memory_kills, find_cause
 
 SMALL_GROUP = """
 import os, sys
@@ -35,3 +36,11 @@ def test_count_memory_kills_counts_only_its_own_control_group() -> None:
         pytest.xfail(done.stderr)
     assert done.stdout.split() == [str(-signal.SIGKILL), "1"], done.stderr
     assert count_memory_kills() == before
+
+
+def test_failed_allocations_of_torch_are_out_of_memory() -> None:
+    with pytest.raises(RuntimeError) as on_cpu:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert find_cause(on_cpu.value) is Cause.OUT_OF_MEMORY
+    assert find_cause(torch.OutOfMemoryError("CUDA out of memory")) is Cause.OUT_OF_MEMORY
+    assert find_cause(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is Cause.CRASHED

@@ -157,13 +157,20 @@ def find_cause(error: BaseException) -> Cause:
         if isinstance(chain, OSError) and chain.errno in {errno.ENOSPC, errno.EDQUOT}:
             return Cause.DISK_FULL
         chain = chain.__cause__
-    if isinstance(error, MemoryError):
+    if _is_out_of_memory(error):
         return Cause.OUT_OF_MEMORY
     if isinstance(error, RequestError):
         return Cause.REQUEST
     if isinstance(error, ProcessLostError):
         return Cause.PROCESS_LOST
     return Cause.WORK if isinstance(error, WorkFailedError) else Cause.CRASHED
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Return whether Python or torch, which is not imported here, could not allocate memory."""
+    if isinstance(error, RuntimeError):
+        return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+    return isinstance(error, MemoryError)
 
 
 def describe_error(error: Exception) -> str:
