@@ -11,12 +11,15 @@ import torch
 import torch.nn.functional as F
 from fastapi.testclient import TestClient
 from served import Served, served
+from tokenizers import AddedToken
 
 from perilune.data.tool_calls import describe_tools
+from perilune.engine.request import Delta
 from perilune.models.attention import PackedAttention
 from perilune.models.checkpoints.loading import new_model, save_checkpoint
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.text.tokenizer import Tokenizer
+from perilune.serve.answers import _Place
 from perilune.serve.app import make_app, text_routes
 from perilune.serve.bodies import read_body
 from perilune.serve.engine_thread import StoppedError
@@ -25,6 +28,7 @@ from perilune.serve.guard import BodyLimits
 from perilune.serve.response_answer import ResponseAnswer
 from perilune.serve.response_body import ResponseBody
 from perilune.serve.response_routes import Conversations
+from perilune.serve.schema import CompletionBody
 from perilune.serve.server import _make_service
 from perilune.serve.settings import Settings
 
@@ -192,6 +196,19 @@ def test_tool_call_without_tools_is_text(client: openai.OpenAI) -> None:
         assert choice.finish_reason == "stop"
 
 
+def test_text_offsets_count_the_marks_of_tool_calls(tmp_path: Path) -> None:
+    plain = Tokenizer.byte_level()
+    plain._backend.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
+    tokenizer = plain.with_chat_template("{{ '[TOOL_CALLS]' }}", where="test")
+    save_checkpoint(tmp_path / "m", new_model(PRESETS["tiny"], tokenizer, seed=0), tokenizer)
+    service, _ = _make_service(Settings(tmp_path / "m", name="m"), print)
+    tokens = [tokenizer.control_tokens["[TOOL_CALLS]"], *tokenizer.encode("ab")]
+    assert service.model.tokenizer.decode(tokens) == "[TOOL_CALLS]ab"
+    answer = service._make_answer(CompletionBody(model="m", prompt="1"), chat=False, logprobs=True)
+    assert answer._text_logprobs(Delta(0, 0, tokens, [0.0] * 3, []), _Place())["text_offset"] == [0, 12, 13]
+    service.close()
+
+
 def test_tokenize_and_detokenize_prompts_and_conversations(server: Served) -> None:
     with server.http() as http:
         asked = {"messages": ASKED, "tools": TOOLS}
@@ -289,6 +306,7 @@ TESTS_CONTENT = (  # like DeepSeek-V3
         (CONCATENATES, [(None, "")], "<tool_call>add{}"),
         (TESTS_CONTENT, [(None, "{}")], "<tool_call>1"),
         (TESTS_CONTENT, [("", "{}")], ""),
+        (TESTS_CONTENT, [{"role": "assistant", "content": None}, *ASKED], "2+3?"),
         (WRITES + "{# <tool_call> tool_calls #}", [(None, "{}")], "[assistant] "),
     ],
 )

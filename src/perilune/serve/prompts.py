@@ -88,8 +88,9 @@ class Prompts:
         document, template = message.document(calls_as_text), self.model.tokenizer.chat_template
         if message.role == "developer" and not is_in_template(self.model.tokenizer, "developer"):
             document["role"] = "system"  # most templates drop or refuse other roles
-        if message.content is None and template is not None and _TESTS_CONTENT.search(template.source):
-            document["content"] = document["content"] or None  # DeepSeek-V3 writes calls only then
+        missing = message.content is None and "tool_calls" in document
+        if missing and template is not None and _TESTS_CONTENT.search(template.source):
+            document["content"] = None  # DeepSeek-V3 writes calls only then
         return document
 
     def _render(self, messages: list[dict[str, Any]], conversation: Conversation) -> list[Rendered]:

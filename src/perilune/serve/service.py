@@ -18,7 +18,6 @@ from perilune.engine.request import Delta, SamplingParams
 from perilune.engine.request import Request as EngineRequest
 from perilune.engine.scoring import PromptLogprobs
 from perilune.errors import RequestError
-from perilune.models.text.tokenizer import Tokenizer
 from perilune.serve.answers import CompletionAnswer, TokenFormatter, Usage
 from perilune.serve.bodies import read_request
 from perilune.serve.channels import ChannelsReader
@@ -69,7 +68,7 @@ class Service(ModelService):
         self.gate = Gate()
         self.prompts = Prompts(model, self.lanes)
         self._constraints = AnswerConstraints(model)
-        self.token_formatter = TokenFormatter(model.tokenizer.token_text, _token_bytes(model.tokenizer))
+        self.token_formatter = TokenFormatter(model.tokenizer.token_text, _token_bytes(model))
 
     def abort_all(self, reason: str) -> None:
         self.gate.refuse_all(reason)
@@ -321,8 +320,13 @@ class Service(ModelService):
         return "reasoning" if ending.endswith(THINK_START) else "start"
 
 
-def _token_bytes(tokenizer: Tokenizer) -> list[bytes | None]:
+def _token_bytes(model: ServedModel) -> list[bytes | None]:
+    """Return the bytes of each token in the text of an answer, which has the marks of tool calls."""
     try:
-        return tokenizer.token_bytes()
+        table = model.tokenizer.token_bytes()
     except RequestError:  # a tokenizer without bytes of single tokens
         return []
+    for mark in model.tool_format.marks:
+        if (index := model.tokenizer.control_tokens.get(mark)) is not None:
+            table[index] = mark.encode()
+    return table
