@@ -11,6 +11,7 @@ from task_cases import episodes, figures_of, metrics, run_task, summary
 from perilune.data.episode import Episode
 from perilune.errors import RequestError
 from perilune.tasks.rl.auxiliary_rewards import AuxiliaryRewards
+from perilune.tasks.rl.spec import RLSpec
 
 EPISODE = Episode(
     episode_id="1/0/0",
@@ -56,6 +57,13 @@ def test_unknown_auxiliary_term_is_named() -> None:
 def test_invalid_sections_are_refused(section: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         AuxiliaryRewards.model_validate(section)
+
+
+@pytest.mark.parametrize("name", ["pkpo", "pass_at_k_training", "toggle"])
+def test_algorithms_that_recognize_right_answers_refuse_auxiliary_rewards(name: str) -> None:
+    """A wrong answer with a large term would count as right."""
+    with pytest.raises(ValidationError, match=f"{name} recognizes right answers by their reward"):
+        RLSpec(checkpoint="model", algorithm=name, auxiliary_rewards={"weights": {"digits": 1.0}})
 
 
 def test_rl_with_auxiliary_rewards_reports_reward_and_gold(tmp_path: Path) -> None:

@@ -172,6 +172,11 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
                 "curriculum.importance_weight restores the uniform objective, and"
                 f" {algorithm.name} drops dead groups. Remove one of them"
             )
+        if self.auxiliary_rewards and hasattr(algorithm, "passes_at"):
+            yield (
+                f"{algorithm.name} recognizes right answers by their reward, which auxiliary_rewards change."
+                " Choose another algorithm, or remove auxiliary_rewards"
+            )
         if self.kl and self.kl_estimator == "k1_reward":
             remedy = "Set kl_estimator to k2, a loss with the same gradient"
             if not algorithm.takes_any_reward:
