@@ -268,6 +268,26 @@ def test_unavailable_machine_kind_or_provider_is_reported(
     assert "waits for its provider" in explain_run(control, started.run_id).because[-1]
 
 
+def test_refused_machine_is_reported_after_a_kill_in_between(
+    control: Control, fleet: Fleet, cloud: FakeCloud, template: Template, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(template.placement, RentedTarget)
+    huge = template.model_copy(update={"placement": template.placement.model_copy(update={"kind": "huge"})})
+    events = go(control, huge, drill_plan())
+    next(events)
+
+    def die(*_: object) -> bool:
+        raise SystemExit("killed before the attempt has ended")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(control.reconciler.rentals, "_end", die)
+        with pytest.raises(SystemExit):
+            run_in_state(control, "failed")
+    assert attempts(control)[0].state == "provisioning"
+    last = list(events)[-1]
+    assert isinstance(last, StageFailed) and last.cause == "host_refused"
+
+
 def test_run_fails_when_its_lease_ends(
     control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
 ) -> None:

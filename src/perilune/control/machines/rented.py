@@ -21,8 +21,8 @@ from perilune.control.machines.panic import RENTING_STOPPED, renting_is_stopped
 from perilune.control.machines.sweep import SWEEP_INTERVAL_S, terminate_unrecorded
 from perilune.control.record.clock import Instant
 from perilune.control.record.faults import kill_point
-from perilune.control.record.ledger import ensure_staging, require_current
-from perilune.control.record.store import Attempt, Machine, Run, move_attempt, record_event
+from perilune.control.record.ledger import ensure_provisioning, ensure_staging, require_current
+from perilune.control.record.store import Attempt, Machine, Run, record_event
 from perilune.control.record.transitions import AttemptState, MachineState, RunState
 from perilune.errors import PeriluneError, RequestError
 from perilune.execution.hosts.protocol import Host, HostRefusedError, HostUnreachableError
@@ -234,7 +234,7 @@ class Rentals:
             price = query_price(self.fleet.providers, rental)
         except RequestError as error:  # no such provider or kind
             with self.fleet.store.transaction() as session:
-                move_attempt(session, require_current(session, attempt), AttemptState.PROVISIONING)
+                ensure_provisioning(session, attempt)
             self._end(attempt, AttemptState.FAILED, Cause.HOST_REFUSED, str(error))
             return False
         except PeriluneError:
@@ -256,7 +256,7 @@ class Rentals:
                 self.fleet.rent(session, row, rental, price, nodes)
                 point = "rent.committed"
             row.message = ""
-            move_attempt(session, row, AttemptState.PROVISIONING)
+            ensure_provisioning(session, attempt)
         kill_point(point)
         return True
 

@@ -78,6 +78,14 @@ def require_current(session: Session, attempt: Attempt) -> Attempt:
     return session.get_one(Attempt, (attempt.run_id, attempt.number))
 
 
+def ensure_provisioning(session: Session, attempt: Attempt) -> Attempt:
+    """Move an attempt from PLANNED to PROVISIONING unless it is there or further; returns its row."""
+    row = require_current(session, attempt)
+    if row.state == AttemptState.PLANNED:
+        move_attempt(session, row, AttemptState.PROVISIONING)
+    return row
+
+
 def ensure_staging(session: Session, attempt: Attempt) -> Attempt:
     """Move an attempt to STAGING unless it is there or further; returns its row."""
     row = require_current(session, attempt)
