@@ -15,19 +15,18 @@ def test_second_ctrl_c_exits_after_recording_the_cancel_request(
 ) -> None:
     requested, messages = [], []
 
-    def request(control: object, name: str) -> list[str]:
+    def request(control: object, name: str, only: str) -> list[str]:
         os.kill(os.getpid(), signal.SIGINT)
-        requested.append(name)
-        return ["RUN"]
+        requested.append((name, only))
+        return [only]
 
     def cancel(control: object, run_id: str) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(follow, "request_experiment_cancel", request)
-    monkeypatch.setattr(follow, "request_cancel", request)
     monkeypatch.setattr(follow, "cancel_run", cancel)
     started = StageStarted("rl", "RUN", "rl", 1, 1, attached=False)
     with pytest.raises(KeyboardInterrupt):
         follow._interrupt(None, "EXPERIMENT", started, SimpleNamespace(print=messages.append))
-    assert requested == ["EXPERIMENT", "RUN"]
+    assert requested == [("EXPERIMENT", "RUN")]
     assert messages[-1] == "rl is still stopping; `perilune reconcile` completes it"

@@ -25,7 +25,7 @@ from perilune.control.runs.current_submission import (
 from perilune.control.runs.experiments import Control, advance, open_experiment, plan_stages
 from perilune.control.runs.next_stage import StageStarter, read_recipe
 from perilune.control.runs.progress import StageFailed, StageFinished, StageStarted
-from perilune.control.runs.requests import cancel_experiment, cancel_run
+from perilune.control.runs.requests import cancel_experiment, cancel_run, request_experiment_cancel
 from perilune.control.runs.submission import Submission, submit_stage
 from perilune.errors import PeriluneError, RequestError
 from perilune.recipe.load import bundled_recipe, bundled_recipes, load_recipe
@@ -193,6 +193,15 @@ def test_cancelled_or_failed_experiment_starts_no_stage_until_run_again(
     assert isinstance(last, StageFailed) and (last.stage, last.cause) == ("third", "work_failed")
     assert started_stages() == [] and starter.advance_experiment(experiment)[1] == RunState.FAILED
     assert kinds(control) == ["created", *["submitted", "cancelled"] * 2, "submitted", "failed"]
+
+
+def test_cancel_request_of_experiment_survives_a_kill(control: Control, recipe: Path) -> None:
+    read = load_recipe(recipe)
+    experiment = open_experiment(control, read)
+    first = next(advance(control, experiment, plan_stages(read))).run_id
+    control.reconciler.reconcile(first)
+    assert request_experiment_cancel(control, experiment) == [first]  # the command is killed afterwards
+    wait_for(lambda: control.reconciler.reconcile(first).state == "cancelled", "the end of the run")
 
 
 def test_blocked_next_stage_is_reported_once_and_starts_when_repaired(

@@ -10,7 +10,7 @@ from perilune.cli.units import format_duration
 from perilune.control.runs import progress as events
 from perilune.control.runs.experiments import Control, advance, plan_stages
 from perilune.control.runs.progress import explain_failure
-from perilune.control.runs.requests import cancel_run, request_cancel, request_experiment_cancel
+from perilune.control.runs.requests import cancel_run, request_experiment_cancel
 from perilune.control.runs.templates import Template
 from perilune.errors import PeriluneError, RequestError
 from perilune.metrics.training import describe_training
@@ -105,9 +105,8 @@ def _interrupt(
         return
     try:
         with interrupts_ignored():  # until the request is recorded
-            if run_id not in request_experiment_cancel(control, experiment):
+            if not request_experiment_cancel(control, experiment, only=run_id):
                 return  # the run has just ended, or another experiment needs it too
-            request_cancel(control, run_id)
     except RequestError:
         return  # every stage has just ended
     try:

@@ -5,6 +5,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from sqlalchemy.orm import Session
+
 from perilune.bundle.digest import recorded_digest
 from perilune.bundle.freeze import copy_for_attempt
 from perilune.bundle.storage import copy_file
@@ -46,6 +48,10 @@ def cancel_run(
         WorkFailedError: it is unreachable, or was not proven to have stopped within `patience` seconds.
     """
     request_cancel(control, run_id, force=force)
+    return _await_stop(control, run_id, force=force, patience=patience)
+
+
+def _await_stop(control: Control, run_id: str, *, force: bool, patience: float) -> Run:
     control.reconciler.reset_backoff(run_id)
     deadline = time.monotonic() + patience
     while not RunState((run := control.reconciler.reconcile(run_id)).state).is_terminal:
@@ -85,13 +91,17 @@ def request_cancel(control: Control, run_id: str, *, force: bool = False) -> Non
         if RunState(run.state).is_terminal:
             verb = "been cancelled" if run.state == RunState.CANCELLED else run.state
             raise RequestError(f"the run has already {verb}", where=f"run {run_id}")
-        if run.desired != RunState.CANCELLED:
-            run.desired = RunState.CANCELLED.value
-            record_event(session, "run.cancel_requested", run_id=run_id, epoch=run.current_epoch)
+        _record_request(session, run, force=force)
         end_submissions_of(session, run, "cancelled")
-        if force and not run.forced:
-            run.forced = True
-            record_event(session, "run.cancel_forced", run_id=run_id, epoch=run.current_epoch)
+
+
+def _record_request(session: Session, run: Run, *, force: bool) -> None:
+    if run.desired != RunState.CANCELLED:
+        run.desired = RunState.CANCELLED.value
+        record_event(session, "run.cancel_requested", run_id=run.id, epoch=run.current_epoch)
+    if force and not run.forced:
+        run.forced = True
+        record_event(session, "run.cancel_forced", run_id=run.id, epoch=run.current_epoch)
 
 
 def cancel_experiment(control: Control, experiment_id: str, *, force: bool = False) -> list[Run]:
@@ -106,12 +116,22 @@ def cancel_experiment(control: Control, experiment_id: str, *, force: bool = Fal
         RequestError: no run of the experiment is live, and no stage would start.
         WorkFailedError: as `cancel_run`.
     """
-    stopping = request_experiment_cancel(control, experiment_id)
-    return [cancel_run(control, run_id, force=force) for run_id in stopping]
+    stopping = request_experiment_cancel(control, experiment_id, force=force)
+    return [_await_stop(control, run, force=force, patience=CANCEL_TIMEOUT_S) for run in stopping]
 
 
-def request_experiment_cancel(control: Control, experiment_id: str) -> list[str]:
-    """Request that no further stage of an experiment starts; returns the ids of the runs to stop.
+def request_experiment_cancel(
+    control: Control, experiment_id: str, *, only: str | None = None, force: bool = False
+) -> list[str]:
+    """Request that an experiment stops: its live runs (with `force`, without proof), and all later stages.
+
+    The next reconcile stops the runs. A run that another experiment needs too continues.
+
+    Args:
+        only: id of the only run to stop.
+
+    Returns:
+        The ids of the runs that stop.
 
     Raises:
         RequestError: no run of the experiment is live, and no stage would start.
@@ -128,7 +148,10 @@ def request_experiment_cancel(control: Control, experiment_id: str) -> list[str]
                 remedy=f"perilune runs {experiment_id}",
             )
         end_submission(session, experiment, "cancelled")
-        return [run.id for run in runs if not find_requesting(session, run.id)]
+        stopping = [run for run in runs if only in {None, run.id} and not find_requesting(session, run.id)]
+        for run in stopping:
+            _record_request(session, run, force=force)
+        return [run.id for run in stopping]
 
 
 def retry_run(control: Control, run_id: str) -> Run:

@@ -19,12 +19,14 @@ from pydantic import ValidationError
 
 from perilune.control.queries.lookup import StageStatus, group_stage_statuses
 from perilune.control.record.home import locked
+from perilune.control.record.store import Experiment
 from perilune.control.record.transitions import RunState
+from perilune.control.runs.current_submission import end_submission
 from perilune.control.runs.experiments import Control, advance, plan_stages
 from perilune.control.runs.next_stage import StageStarter
 from perilune.control.runs.progress import StageStarted
 from perilune.control.runs.reconcile import PASS_TIMEOUT_S
-from perilune.control.runs.requests import cancel_run, request_cancel, request_experiment_cancel
+from perilune.control.runs.requests import cancel_run, request_experiment_cancel
 from perilune.control.runs.templates import Template
 from perilune.errors import PeriluneError, RequestError
 from perilune.files import canonical_json, read_json, sha256_bytes, write_json
@@ -208,9 +210,6 @@ class SweepRunner:
         for experiment in self.live:
             with contextlib.suppress(RequestError):  # it has just ended
                 stopping += request_experiment_cancel(self.control, experiment)
-        for run_id in stopping:
-            with contextlib.suppress(RequestError):
-                request_cancel(self.control, run_id)
         return stopping
 
     def cancel(self, stopping: Sequence[str]) -> None:
@@ -222,5 +221,5 @@ class SweepRunner:
     def _give_up(self, experiment_id: str, error: PeriluneError) -> None:
         """Give up an experiment whose next stage cannot start; the same command tries it again."""
         self._errors[experiment_id] = error
-        with contextlib.suppress(RequestError):
-            request_experiment_cancel(self.control, experiment_id)
+        with self.control.store.transaction() as session:
+            end_submission(session, session.get_one(Experiment, experiment_id), "cancelled")
