@@ -1,6 +1,9 @@
 """The run log: bounded head and tail, followed by readers, with markers for omitted bytes."""
 
+import contextlib
 import errno
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perilune.execution.log import KEPT_PIECES, LogReader, LogWriter, log_pieces, log_tail, write_whole_log
+from perilune.execution.log import (
+    KEPT_PIECES,
+    LogPump,
+    LogReader,
+    LogWriter,
+    log_pieces,
+    log_tail,
+    write_whole_log,
+)
+from perilune.redaction import Redactor
 
 PIECE = 64
 
@@ -86,6 +98,24 @@ def test_bytes_lost_to_full_disk_are_marked_as_omitted(tmp_path: Path) -> None:
     writer.write(b"after\n")
     writer.close()
     assert whole(tmp_path) == b"before\n\n--- 5 bytes omitted ---\nafter\n"
+
+
+def test_task_and_log_outlive_the_reader_of_the_echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    printed = bytes(1 << 20)  # more than a pipe holds
+    with os.fdopen(writing, "w") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        pump = LogPump(tmp_path, Redactor(), echo=True)
+        task = threading.Thread(target=os.write, args=(pump.writer, printed), daemon=True)
+        task.start()
+        task.join(10)
+        assert not task.is_alive()
+        pump.close()
+        monkeypatch.undo()
+        with contextlib.suppress(BrokenPipeError):
+            stdout.close()
+    assert whole(tmp_path) == printed
 
 
 def test_log_tail_spans_pieces(tmp_path: Path) -> None:

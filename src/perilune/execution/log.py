@@ -103,8 +103,11 @@ class LogPump:
     def _write(self, text: bytes) -> None:
         self._log.write(text)
         if self._echo is not None:
-            sys.stdout.write(escape_control(self._echo.decode(text)))
-            sys.stdout.flush()
+            try:
+                sys.stdout.write(escape_control(self._echo.decode(text)))
+                sys.stdout.flush()
+            except OSError:  # nobody reads stdout any more, but the task goes on
+                self._echo = None
 
 
 def log_pieces(runtime: Path) -> list[tuple[int, Path]]:
