@@ -19,13 +19,15 @@ from perilune.control.queries.lookup import attempt_uses, machine_events
 from perilune.control.record.clock import Instant
 from perilune.control.record.home import has_starter
 from perilune.control.record.store import Attempt, Event, Machine, Operation, Run
-from perilune.control.runs.experiments import Control, StagePlan, advance
+from perilune.control.runs.experiments import Control, StagePlan, advance, open_experiment
 from perilune.control.runs.progress import StageEvent, StageFinished, StageStarted
 from perilune.control.runs.requests import cancel_run
+from perilune.control.runs.sweeps import SweepRunner
 from perilune.control.runs.templates import ResourcesChange, Template
 from perilune.execution.providers.fake.client import FakeCloud
 from perilune.execution.providers.fake.weather import Fault, Weather
 from perilune.execution.providers.protocol import Sighting
+from perilune.recipe.load import load_recipe
 
 
 @pytest.fixture
@@ -123,6 +125,24 @@ def test_machine_is_kept_only_while_a_process_can_start_the_next_stage(
     events.close()  # type: ignore[attr-defined]  # as when the process ends
     assert not has_starter(control.home, experiment)
     all_gone(other, cloud)
+
+
+def test_each_arm_of_a_sweep_keeps_its_machine(
+    control: Control, fleet: Fleet, cloud: FakeCloud, template: Template, tmp_path: Path
+) -> None:
+    path = tmp_path / "two.yaml"
+    path.write_text(
+        "name: two\nmodel: {preset: tiny}\nenvironment: {id: calculator}\nresources: {threads: 1}\nstages:\n"
+        "  - {name: first, task: drill, steps: 1}\n  - {name: last, task: drill, data: first, steps: 1}\n"
+    )
+    runner = SweepRunner(control, template)
+    for seed in range(2):
+        loaded = load_recipe(path, [f"seed={seed}"])
+        runner.submit(open_experiment(control, loaded), loaded)
+    while runner.live:
+        states = runner.reconcile()
+    assert all(state.succeeded for state in states.values()) and len(bill(cloud)["costs"]) == 2
+    all_gone(control, cloud)
 
 
 @pytest.mark.parametrize("desire", [Desire.RELEASED, Desire.COLLECTED])

@@ -114,7 +114,7 @@ def _interrupt_after(timeout: float | None) -> Iterator[None]:
 
 def _start_next_stage(starter: StageStarter, experiment_id: str) -> None:
     """Start the next stage of the experiment if it is due; warn on stderr if it cannot start."""
-    for experiment, started in starter.start_next_stages(experiment_id):
+    for experiment, started in starter.start_next_stages([experiment_id]):
         if isinstance(started, PeriluneError):
             print_progress(experiment, started)
 

@@ -1,7 +1,7 @@
 """Start the next stages of requested experiments, from the daemon or `perilune reconcile`."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -28,6 +28,7 @@ from perilune.files import read_json
 from perilune.recipe.schema import Recipe
 
 MAX_RETRY_PAUSE_S = 300.0  # seconds between two tries to start a stage
+MAX_ANNOUNCED = 256  # experiments; each takes an open file
 
 
 def read_recipe(control: Control, experiment_id: str) -> Recipe:
@@ -61,20 +62,20 @@ class StageStarter:
         self._announced: dict[str, BinaryIO] = {}
 
     def start_next_stages(
-        self, only: str | None = None
+        self, only: Collection[str] | None = None
     ) -> Iterator[tuple[Experiment, StageStarted | PeriluneError]]:
         """Start the next stage of every requested experiment that has no live run.
 
         Args:
-            only: id of the only experiment to consider.
+            only: ids of the only experiments to consider.
 
         Yields:
             The stage that started, or why none could. A blocked stage is tried again with growing pauses, and
             yielded again when the reason changes.
         """
-        self._announce(only)
+        self.announce(only)
         for experiment in experiments_to_advance(self.control.store):
-            if only not in {None, experiment.id}:
+            if only is not None and experiment.id not in only:
                 continue
             blocked = self._blocked.get(experiment.id)
             if blocked is not None and time.monotonic() < blocked.retry_at:
@@ -90,9 +91,13 @@ class StageStarter:
             else:
                 self._blocked.pop(experiment.id, None)
 
-    def _announce(self, only: str | None) -> None:
+    def announce(self, only: Collection[str] | None) -> None:
+        """Announce that this process starts the next stages of these experiments, and of no others.
+
+        Of many, the oldest are announced, which finish first.
+        """
         requested = set(self.control.store.read(select(Experiment.id).where(Experiment.requested)))
-        selected = requested if only is None else requested & {only}
+        selected = set(sorted(requested if only is None else requested.intersection(only))[:MAX_ANNOUNCED])
         for experiment_id in self._announced.keys() - selected:
             self._announced.pop(experiment_id).close()
         for experiment_id in selected - self._announced.keys():

@@ -184,18 +184,18 @@ class SweepRunner:
                 self.control, experiment_id, plan_stages(recipe, template), template=template
             ):
                 if isinstance(event, StageStarted):
-                    return
+                    break
         except PeriluneError as error:
             self._give_up(experiment_id, error)
+        self._starter.announce(self.live)
 
     def reconcile(self) -> dict[str, ArmState]:
         """Reconcile all runs, start next stages, and return the states of what was live before."""
         # All, because a run of another experiment may be ahead in the queue.
         self.control.reconciler.reconcile_all(patience=PASS_TIMEOUT_S)
-        for experiment in self.live:
-            for _, outcome in self._starter.start_next_stages(experiment):
-                if isinstance(outcome, PeriluneError):
-                    self._give_up(experiment, outcome)
+        for experiment, outcome in self._starter.start_next_stages(self.live):
+            if isinstance(outcome, PeriluneError):
+                self._give_up(experiment.id, outcome)
         stages = group_stage_statuses(self.control, self.live)
         states = {key: ArmState(tuple(statuses), self._errors.get(key)) for key, statuses in stages.items()}
         self.live = [key for key in self.live if not states[key].is_over]
