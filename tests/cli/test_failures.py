@@ -100,6 +100,27 @@ def test_exit_codes_of_json_commands_stay(monkeypatch: pytest.MonkeyPatch, tmp_p
         assert (left.value.code or 0) == code
 
 
+def test_users_code_prints_beside_the_json_document(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(
+        "from perilune.environments.builtin.calculator import CalculatorEnvironment as Base\n"
+        "print('loaded')\n"
+        "class Mine(Base):\n"
+        "    def __init__(self, spec):\n"
+        "        super().__init__(Base.Spec())\n"
+        "        print('made')\n"
+    )
+    with pytest.raises(SystemExit) as ended:
+        main(["environments", "sample", "mine.py:Mine", "-n", "1", "--json"])
+    out, err = capsys.readouterr()
+    assert ended.value.code in {0, None}, err
+    assert len(json.loads(out)["tasks"]) == 1 and "loaded" in err and "made" in err
+    print("stdout again")
+    assert capsys.readouterr().out == "stdout again\n"
+
+
 def test_print_json_writes_numbers_that_json_lacks_as_null(capsys: pytest.CaptureFixture[str]) -> None:
     print_json({"a": [float("nan"), 1.5], "b": float("-inf"), "c": Path("x")})
     assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5], "b": None, "c": "x"}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin, get_type_
 
 import typer
 
-from perilune.cli.output import echo
+from perilune.cli.output import echo, reserve_stdout
 from perilune.errors import PeriluneError, RequestError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the recipe: rl.steps=10. Repeatable."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Json = Annotated[bool, typer.Option("--json", callback=reserve_stdout, help="Print one JSON document.")]
 EnvironmentFields = Annotated[
     list[str],
     typer.Option("--set", metavar="KEY=VALUE", help="Set a field of the environment: config.max_terms=2."),

@@ -6,8 +6,8 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, redirect_stdout
+from typing import Any, TextIO
 
 import typer
 
@@ -65,14 +65,31 @@ def as_markup(text: str) -> str:
     return escape(format_for_terminal(text))
 
 
-def print_json(document: Any) -> None:
+def reserve_stdout(context: typer.Context, as_json: bool) -> bool:
+    """With `--json`, reserve stdout for the document. Other output, as of users' code, goes to stderr."""
+    if as_json:
+        context.with_resource(redirect_stdout(_ReservedStdout(sys.stdout, sys.stderr)))
+    return as_json
+
+
+class _ReservedStdout:
+    """A stream in place of stdout that writes to stderr, except for `documents`."""
+
+    def __init__(self, documents: TextIO, others: TextIO) -> None:
+        self.documents, self._others = documents, others
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._others, name)
+
+
+def print_json(document: Any, *, indent: int | None = 2) -> None:
     """Print one JSON document in ASCII. NaN and infinities become null; values of other types, texts."""
     try:
-        text = json.dumps(document, indent=2, default=str, allow_nan=False)
+        text = json.dumps(document, indent=indent, default=str, allow_nan=False)
     except ValueError:
         known = json.loads(json.dumps(document, default=str), parse_constant=lambda name: None)
-        text = json.dumps(known, indent=2)
-    typer.echo(text)
+        text = json.dumps(known, indent=indent)
+    typer.echo(text, file=getattr(sys.stdout, "documents", None))
 
 
 def make_table(*columns: str, left: int = 1) -> Any:

@@ -136,6 +136,8 @@ def ask(
     from perilune.wiki import search as searching
     from perilune.wiki.markdown import make_slug, neutralize
 
+    if token and token not in os.environ:
+        raise RequestError(f"{token} is not set", where="--token")
     folder = _open_wiki(wiki)[1]
     passages = [passage for passage, _ in searching.search_wiki(folder, question)]
     text = "\n\n".join(f"[{index}] {passage.text}" for index, passage in enumerate(passages, 1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -90,7 +89,10 @@ def events(
     while True:
         for row in rows:
             last_seq = row.seq
-            echo(json.dumps(_event_document(row)) if as_json else _format_event(row))
+            if as_json:
+                print_json(_event_document(row), indent=None)
+            else:
+                echo(_format_event(row))
         if not follow:
             return
         time.sleep(POLL_SECONDS)

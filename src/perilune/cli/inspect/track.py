@@ -57,6 +57,8 @@ def track(
     with locked(folder) as acquired:
         if not acquired:
             echo(f"{record.stage}: another process is copying to {to}")
+            if as_json:
+                print_json({"run": record.id, "stage": record.stage, "steps": 0, "look": None})
             return
         sink = open_sink(to, directory, _make_tracked_run(control, record))
         steps = _copy(control, record, sink, follow=follow)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 import time
@@ -254,7 +253,7 @@ def run_experiment(
         recipe, experiment, statuses, seconds=seconds, report=report, estimated=estimated
     ) | {"cost": _compute_cost(control, statuses, template)}
     if as_json:
-        typer.echo(json.dumps(document))  # on one line
+        print_json(document, indent=None)
     elif failure is None:
         print_results(document)
         echo(next_steps(document, rerun))
