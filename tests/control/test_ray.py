@@ -262,12 +262,11 @@ def test_attempt_on_two_nodes_is_one_job(
     assert verify(control.directory(run), run.bundle_digest) == []
     (job,) = (job for job in ray.provider().jobs.list_jobs() if run.id.lower() in job.name)
     assert job.metadata["perilune.nodes"] == "2"
-    until(
-        lambda: control.reconciler.reconcile_all(act=False) or not rented(control), "the end of every machine"
-    )
+    until(lambda: not rented_after_pass(control), "the end of every machine")
 
 
-def rented(control: Control) -> list[str]:
+def rented_after_pass(control: Control) -> list[str]:
+    control.reconciler.reconcile_all(act=False)
     return [machine.key for machine in control.reconciler.rentals.fleet.machines()]
 
 
@@ -368,7 +367,5 @@ def test_run_resumes_from_fetched_checkpoint_after_head_restart(
     assert not working(first)  # it ended without a stop request
     assert [(row.state, row.cause) for row in attempts()] == [("lost", "machine_lost"), ("succeeded", "")]
     assert verify(control.directory(run), run.bundle_digest) == []
-    until(
-        lambda: control.reconciler.reconcile_all(act=False) or not rented(control), "the end of every machine"
-    )
+    until(lambda: not rented_after_pass(control), "the end of every machine")
     assert all(machine.status is MachineStatus.ENDED for machine in ray.provider().list("perilune"))
