@@ -3,11 +3,12 @@
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from perilune.execution.verdict import Cause, count_memory_kills, find_cause
+from perilune.execution.verdict import Cause, count_memory_kills, find_cause, find_ending
 
 SMALL_GROUP = """
 import os, sys
@@ -26,6 +27,11 @@ status = os.waitpid(child, 0)[1]
 print(os.waitstatus_to_exitcode(status), count_memory_kills() - before)
 group.leave()
 """
+
+
+def test_real_time_signal_is_the_cause_of_an_ending(tmp_path: Path) -> None:
+    ending = find_ending(-40, tmp_path / "failure.json", stopped=False, memory_kill=False)
+    assert (ending.signal, ending.cause, ending.message) == (40, Cause.SIGNALLED, "killed by signal 40")
 
 
 def test_count_memory_kills_counts_only_its_own_control_group() -> None:

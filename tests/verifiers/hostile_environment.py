@@ -71,6 +71,9 @@ class HostileEnvironment:
     def crash(self, argument):
         faulthandler._sigsegv()
 
+    def end_by_signal(self, argument):
+        signal.raise_signal(int(argument))
+
     def throw(self, argument):
         raise ValueError(argument)
 

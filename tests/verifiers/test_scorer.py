@@ -72,6 +72,10 @@ def test_failed_item_does_not_affect_other_items_of_batch():
         assert "SIGSEGV" in outcomes[7].reason
 
 
+def test_item_that_dies_from_a_signal_without_a_name_fails_alone(shared):
+    assert failure_reason(shared, "end_by_signal 40") == "the scorer's process was killed by signal 40"
+
+
 def test_item_that_ignores_signals_is_killed_at_time_limit():
     with Scorer(SPEC, ScorerLimits(item_seconds=1.0)) as scorer:
         score_texts(scorer, "good")

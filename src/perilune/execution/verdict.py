@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from perilune.errors import PeriluneError, ProcessLostError, RequestError, WorkFailedError
 from perilune.files import read_json
 from perilune.sandbox.control_group import own_group
+from perilune.sandbox.kernel import signal_name
 from perilune.watchdog import STACKS_FILE, read_stall
 
 FAILURE_FILE = "failure.json"  # in runtime/: the task process's own report of its failure
@@ -133,7 +134,7 @@ def find_ending(status: int, failure: Path, *, stopped: bool, memory_kill: bool)
     if stopped:
         return Ending(code, number, Cause.STOPPED, "stopped on request")
     if number is not None:
-        return Ending(None, number, *_find_signal_ending(signal.Signals(number), memory_kill))
+        return Ending(None, number, *_find_signal_ending(number, memory_kill))
     if failure.exists():
         report = read_json(failure)
         return Ending(code, None, Cause(report["cause"]), str(report["message"]))
@@ -143,12 +144,12 @@ def find_ending(status: int, failure: Path, *, stopped: bool, memory_kill: bool)
     return Ending(code, None, Cause.EXITED, f"the task exited with code {code}")
 
 
-def _find_signal_ending(number: signal.Signals, memory_kill: bool) -> tuple[Cause, str]:
+def _find_signal_ending(number: int, memory_kill: bool) -> tuple[Cause, str]:
     if number == signal.SIGKILL and memory_kill:
         return Cause.OUT_OF_MEMORY, "the kernel killed it for lack of memory"
     if number in OUTSIDE_SIGNALS:
-        return Cause.KILLED, f"killed from outside with {number.name}"
-    return Cause.SIGNALLED, f"killed by {number.name}"
+        return Cause.KILLED, f"killed from outside with {signal_name(number)}"
+    return Cause.SIGNALLED, f"killed by {signal_name(number)}"
 
 
 def find_cause(error: BaseException) -> Cause:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perilune.sandbox.folders import OwnedFolder
+from perilune.sandbox.kernel import signal_name
 
 _START = """
 import importlib, json, sys
@@ -146,7 +147,7 @@ class Line(ABC):
             self._error = (self._error + os.read(self._errors, _READ_BYTES))[-_MAX_ERROR_BYTES:]
         how = "closed its socket" if code is None else f"ended with exit code {code}"
         if code is not None and code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
+            how = f"was killed by {signal_name(-code)}"
         last = self._error.decode(errors="replace").strip().splitlines()[-1:]
         kind = KilledError if code is not None and -code in _FROM_OUTSIDE else BrokenChannelError
         return kind(f"{self.name} {how}" + (f": {last[0]}" if last else ""))

@@ -78,6 +78,14 @@ def adopt_orphans() -> None:
     _check(_libc.prctl(_SUBREAPER, 1, 0, 0, 0), "subreaper")
 
 
+def signal_name(number: int) -> str:
+    """Return the name of a signal, also of the real-time signals, most of which Python does not name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def filter_calls(program: bytes) -> None:
     """Apply a seccomp filter to this process and its children."""
     filter_program = _Program(len(program) // 8, program)
