@@ -105,6 +105,7 @@ def test_home_keeps_its_database(control: Control, tmp_path: Path, monkeypatch: 
     ("url", "what"),
     [
         ("postgresql://me:secret@host/db", "contains a password"),
+        ("postgresql://me@host/db?password=secret", "contains a password"),
         ("mysql://host/db", "mysql is not supported"),
         ("nonsense", "not a database URL"),
     ],

@@ -22,6 +22,13 @@ def test_sqlite_settings_are_durable(control: Control) -> None:
     assert settings == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
 
 
+def test_path_of_a_home_may_contain_characters_of_urls(tmp_path: Path) -> None:
+    home = Home(tmp_path / "50%20 of me?x=1#y")
+    home.root.mkdir()
+    Store(home)
+    assert home.database.is_file() and [path.name for path in tmp_path.iterdir()] == [home.root.name]
+
+
 def test_transaction_is_atomic(control: Control) -> None:
     with pytest.raises(KeyError), control.store.transaction() as session:
         session.add(Experiment(id="e", name="n", recipe_digest="d", created=0.0, used=0.0))

@@ -72,7 +72,7 @@ def _parse_url(given: str) -> URL:
     if url.get_backend_name() != "postgresql":
         remedy = "postgresql://user@host/name; unset the variable to use SQLite in the home"
         raise RequestError(f"{url.get_backend_name()} is not supported", where=URL_VARIABLE, remedy=remedy)
-    if url.password is not None:
+    if url.password is not None or any("password" in name for name in url.query):
         remedy = "remove it and use ~/.pgpass, PGPASSFILE or PGPASSWORD"
         raise RequestError(
             "the URL contains a password, which would be stored", where=URL_VARIABLE, remedy=remedy
@@ -91,7 +91,8 @@ class Sqlite:
 
     def __init__(self, home: Home) -> None:
         self.home, self.where = home, str(home.database)
-        self.engine = create_engine(f"sqlite:///{home.database}", connect_args={"timeout": BUSY_SECONDS})
+        url = URL.create("sqlite", database=str(home.database))  # the path may contain ? and %
+        self.engine = create_engine(url, connect_args={"timeout": BUSY_SECONDS})
         event.listen(self.engine, "connect", self._configure)
         event.listen(self.engine, "begin", self._begin)
 
