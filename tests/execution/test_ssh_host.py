@@ -69,6 +69,14 @@ def test_run_refuses_changed_and_unknown_host_keys(server: Sshd, line: Line, tmp
     assert not (tmp_path / "ran").exists()
 
 
+def test_folder_of_pinned_keys_may_have_any_name(server: Sshd, tmp_path: Path) -> None:
+    for key in (server.settings().host_key, None):
+        settings = server.settings().model_copy(update={"host_key": key})
+        host = SshHost(settings, tmp_path / "my 100% keys", learn=key is None)
+        assert host.run(["echo", "here"]).output == b"here\n"
+        host.disconnect()
+
+
 def test_run_reports_refused_authentication(server: Sshd, tmp_path: Path) -> None:
     make_key(tmp_path / "stranger")
     settings = server.settings().model_copy(update={"identity": str(tmp_path / "stranger")})

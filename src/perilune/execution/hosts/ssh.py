@@ -92,10 +92,10 @@ class SshHost:
         self.name = f"ssh:{settings.host}"
         self._here = LocalHost(self.name)
         identity = hashlib.sha256(settings.model_dump_json().encode()).hexdigest()[:16]
-        options = {**SSH_OPTIONS, "ControlPath": str(private_folder() / identity)}
+        options = {**SSH_OPTIONS, "ControlPath": _quote(private_folder() / identity)}
         if settings.host_key is not None or learn:
             pinned = folder / f"{identity}.known_hosts"
-            options |= {"HostKeyAlias": identity, "UserKnownHostsFile": str(pinned)}
+            options |= {"HostKeyAlias": identity, "UserKnownHostsFile": _quote(pinned)}
             options |= {"GlobalKnownHostsFile": os.devnull}
             if settings.host_key is not None:
                 write_atomic(pinned, f"{identity} {settings.host_key}\n")
@@ -172,6 +172,11 @@ class SshHost:
             " /etc/ssh/ssh_host_ed25519_key.pub) and write it into the template's host_key or into"
             " known_hosts; otherwise do not connect"
         )
+
+
+def _quote(path: Path) -> str:
+    """Return a path as the value of an option, in which spaces separate files and % begins a token."""
+    return '"{}"'.format(str(path).replace("%", "%%"))
 
 
 def private_folder() -> Path:
