@@ -48,6 +48,21 @@ def test_filter_gives_each_rejected_line_its_reason(tmp_path):
     assert json.loads((tmp_path / "out/filter.json").read_text()) == json.loads(json.dumps(report))
 
 
+def test_filter_refuses_to_overwrite_its_input(tmp_path):
+    write_records(tmp_path / "train.jsonl", [record("good"), record("best", score=2.0)])
+    with pytest.raises(RequestError, match="would be overwritten"):
+        filter_files([tmp_path / "train.jsonl"], [], FilterSettings(), tmp_path)
+    assert len(read_records(tmp_path / "train.jsonl")) == 2
+
+
+def test_filter_names_the_file_of_each_rejected_line(tmp_path):
+    (tmp_path / "in").mkdir()
+    write_records(tmp_path / "in" / "records.jsonl", [record("good"), record("best", score=2.0)])
+    filter_files([tmp_path / "in"], [], FilterSettings(), tmp_path / "out")
+    (row,) = map(json.loads, (tmp_path / "out" / "rejected.jsonl").read_text().splitlines())
+    assert (row["file"], row["line"]) == (str(tmp_path / "in" / "records.jsonl"), 1)
+
+
 def test_filter_keeps_invalid_lines_in_rejected_file_and_continues(tmp_path):
     good = [record(f"answer {index}", task=str(index)) for index in range(3)]
     write_records(tmp_path / "in.jsonl", good)

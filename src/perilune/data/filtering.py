@@ -81,8 +81,14 @@ def filter_files(
         raise RequestError(
             "the folder already has filtered data", where=str(out), remedy="choose another folder"
         )
-    out.mkdir(parents=True, exist_ok=True)
     names = ["train.jsonl", "rejected.jsonl"] + (["validation.jsonl"] if settings.validation else [])
+    outputs = [(out / name).resolve() for name in names]
+    for file in map(records_file, (*inputs, *evaluations)):
+        if file.resolve() in outputs:
+            raise RequestError(
+                "would be overwritten", where=str(file), remedy="choose another folder for --out"
+            )
+    out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".filter-", dir=out)))
         files = {name: stack.enter_context((work / name).open("wb")) for name in names}
@@ -204,7 +210,7 @@ def _write_best(
                 counts["not best"] += 1
                 reason = ("not best", f"{settings.best} of this task kept")
                 files["rejected.jsonl"].write(
-                    _rejected_row(inputs[int(file_number)], int(number), reason, raw)
+                    _rejected_row(records_file(inputs[int(file_number)]), int(number), reason, raw)
                 )
                 continue
             held_out = is_validation(json.loads(raw)["task_id"], settings.validation)
