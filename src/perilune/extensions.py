@@ -81,8 +81,7 @@ def load_extension(reference: str, source: str | None, group: str, where: str) -
             return getattr(_execute_file(file, source), name)
         if file:
             return getattr(import_module(file), name)
-        (point,) = entry_points(group=group, name=reference)
-        return point.load()
+        return load_entry_point(group, reference)
     except RequestError:
         raise
     except BaseException as error:  # user code may even exit
@@ -90,10 +89,22 @@ def load_extension(reference: str, source: str | None, group: str, where: str) -
             raise
         line = next((f":{f.lineno}" for f in reversed(_stack_frames(error)) if f.filename == file), "")
         raise RequestError(
-            f"cannot load {file}{line}: {type(error).__name__}: {error}",
+            f"cannot load {file or reference}{line}: {type(error).__name__}: {error}",
             where=where,
             remedy=INSTALL_REMEDY if isinstance(error, ModuleNotFoundError) else "",
         ) from None
+
+
+def load_entry_point(group: str, name: str) -> Any:
+    """Load the object that an installed package registers as `name`.
+
+    Raises:
+        LookupError: no package does, or several do.
+    """
+    points = tuple(entry_points(group=group, name=name))
+    if len(points) != 1:
+        raise LookupError(f"{len(points) or 'no'} installed packages register '{name}' in {group}")
+    return points[0].load()
 
 
 def _stack_frames(error: BaseException) -> list[traceback.FrameSummary]:

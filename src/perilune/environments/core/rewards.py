@@ -13,7 +13,6 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Any
 
 from perilune.environments.core.prompted_environment import PromptedEnvironment
@@ -29,7 +28,7 @@ from perilune.environments.core.protocol import (
 from perilune.environments.core.single_turn import SingleTurn
 from perilune.environments.core.wrapping import EnvironmentWrapper
 from perilune.errors import RequestError
-from perilune.extensions import INSTALL_REMEDY, REWARD_GROUP
+from perilune.extensions import INSTALL_REMEDY, REWARD_GROUP, load_entry_point
 
 VERIFIER_TERM = "verifier"  # the term that holds the environment's own reward
 GOLD_METRIC = "gold"  # the metric that keeps that reward when training optimizes another one
@@ -171,8 +170,7 @@ def _load_function(name: str, section: Mapping[str, Any]) -> RewardFunction:
     module, _, attribute = section["function"].rpartition(":")
     try:
         if section.get("source") is None and not module:
-            (point,) = entry_points(group=REWARD_GROUP, name=attribute)
-            function = point.load()
+            function = load_entry_point(REWARD_GROUP, attribute)
         elif section.get("source") is None:
             function = getattr(import_module(module), attribute)
         else:
