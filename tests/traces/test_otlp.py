@@ -49,7 +49,7 @@ def test_opentelemetry_protobuf_parses_the_request() -> None:
     service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
     json_format = pytest.importorskip("google.protobuf.json_format")
     text = json.dumps(
-        trace_request([episode(agents()), episode(failure="model: x", reward=None)], 7, texts=True)
+        trace_request([episode(agents()), episode(failure="model: x", reward=None)], 7, "run", texts=True)
     )
 
     def in_base64(one: dict[str, Any]) -> dict[str, Any]:  # protobuf's JSON encodes bytes in base64
@@ -65,7 +65,7 @@ def test_opentelemetry_protobuf_parses_the_request() -> None:
 
 
 def test_turns_belong_to_agents_and_link_to_joined_sub_agents() -> None:
-    spans = listed(trace_request([episode(agents())], 0, texts=False))
+    spans = listed(trace_request([episode(agents())], 0, "run", texts=False))
     by_id = {span["spanId"]: span for span in spans}
     assert len(by_id) == len(spans)
     (root,) = (span for span in spans if "parentSpanId" not in span)
@@ -82,14 +82,14 @@ def test_turns_belong_to_agents_and_link_to_joined_sub_agents() -> None:
 
 
 def test_texts_are_included_on_request() -> None:
-    spans = listed(trace_request([episode(agents())], 0, texts=True))
+    spans = listed(trace_request([episode(agents())], 0, "run", texts=True))
     (message,) = json.loads(attributes(spans[-1])["gen_ai.output.messages"])
     assert message == {"role": "assistant", "parts": [{"type": "text", "content": "B"}]}
     assert "line" in attributes(spans[-2])["gen_ai.input.messages"]
 
 
 def test_episode_without_sub_agents_has_one_span_per_turn() -> None:
-    spans = listed(trace_request([episode()], 0, texts=False))
+    spans = listed(trace_request([episode()], 0, "run", texts=False))
     assert [span["name"] for span in spans] == ["invoke_agent agent", "chat", "chat"]
     assert attributes(spans[0])["gen_ai.usage.output_tokens"] == "3"
     assert attributes(spans[0])["gen_ai.usage.input_tokens"] == "4"
@@ -103,10 +103,14 @@ def test_traces_export_writes_the_episodes_of_a_run(tmp_path: Path) -> None:
 
     folder = tmp_path / "attempt"
     (folder / "artifacts" / "episodes").mkdir(parents=True)
-    write_episodes(folder / "artifacts" / "episodes" / "step-000000.parquet", [episode(agents())])
+    for step in range(2):  # with different episodes of the same id
+        file = folder / "artifacts" / "episodes" / f"step-{step:06}.parquet"
+        write_episodes(file, [episode(agents(), reward=float(step))])
     (folder / "job.json").write_text("{}")
     out = tmp_path / "spans.json"
     done = CliRunner().invoke(app, ["traces", "export", str(folder), "--out", str(out), "--json"])
     assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout) == {"episodes": 1, "file": str(out), "spans": 7}
-    assert len(listed(json.loads(out.read_text()))) == 7
+    assert json.loads(done.stdout) == {"episodes": 2, "file": str(out), "spans": 14}
+    requests = [{"resourceSpans": [one]} for one in json.loads(out.read_text())["resourceSpans"]]
+    spans = [span for request in requests for span in listed(request)]
+    assert len({span["spanId"] for span in spans}) == 14 and len({span["traceId"] for span in spans}) == 2

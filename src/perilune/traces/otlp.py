@@ -20,14 +20,16 @@ _INTERNAL, _CLIENT = 1, 3  # SpanKind
 OK, ERROR = 1, 2  # StatusCode
 
 
-def trace_request(episodes: Iterable[Episode], begin: int, *, texts: bool) -> dict[str, Any]:
+def trace_request(episodes: Iterable[Episode], begin: int, source: str, *, texts: bool) -> dict[str, Any]:
     """Return an ExportTraceServiceRequest with the spans of the episodes.
 
     Args:
         begin: time of the first round of each episode, in nanoseconds since 1970.
+        source: digest of the file with the episodes, whose ids are unique only in this file.
         texts: whether the spans contain the messages.
     """
-    return export_request([span for episode in episodes for span in _episode_spans(episode, begin, texts)])
+    spans = [span for episode in episodes for span in _episode_spans(episode, begin, source, texts)]
+    return export_request(spans)
 
 
 def export_request(spans: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -37,9 +39,10 @@ def export_request(spans: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"resourceSpans": [{"resource": resource, "scopeSpans": [{"scope": scope, "spans": list(spans)}]}]}
 
 
-def _episode_spans(episode: Episode, begin: int, texts: bool) -> Iterator[dict[str, Any]]:
+def _episode_spans(episode: Episode, begin: int, source: str, texts: bool) -> Iterator[dict[str, Any]]:
     spans = episode.spans or (_player_span(episode),)
-    trace = _hex_digest(episode.episode_id, 32)
+    own = f"{source} {episode.episode_id}"
+    trace = _hex_digest(own, 32)
     shared = {"gen_ai.conversation.id": episode.episode_id, "gen_ai.provider.name": "perilune"}
     conversations = {span.span_id: span.messages or episode.messages for span in spans}
     for span in spans:
@@ -58,7 +61,7 @@ def _episode_spans(episode: Episode, begin: int, texts: bool) -> Iterator[dict[s
         )
         agent_span: dict[str, Any] = {
             "traceId": trace,
-            "spanId": _hex_digest(f"{episode.episode_id} {span.span_id}", 16),
+            "spanId": _hex_digest(f"{own} {span.span_id}", 16),
             "name": f"invoke_agent {span.name}",
             "kind": _INTERNAL,
             "startTimeUnixNano": str(begin + max(span.begin, 0) * _ROUND_NS),
@@ -67,7 +70,7 @@ def _episode_spans(episode: Episode, begin: int, texts: bool) -> Iterator[dict[s
             "status": _episode_status(episode) if not span.parent else {"code": OK},
         }
         if span.parent:
-            agent_span["parentSpanId"] = _hex_digest(f"{episode.episode_id} {span.parent}", 16)
+            agent_span["parentSpanId"] = _hex_digest(f"{own} {span.parent}", 16)
         yield agent_span
         answers = [message for message in conversations[span.span_id] if message["role"] == "assistant"]
         for number, round_index in enumerate(span.rounds):
@@ -77,7 +80,7 @@ def _episode_spans(episode: Episode, begin: int, texts: bool) -> Iterator[dict[s
                 turn["gen_ai.output.messages"] = _encode_messages([answer])
             yield {
                 "traceId": trace,
-                "spanId": _hex_digest(f"{episode.episode_id} {span.span_id} {number}", 16),
+                "spanId": _hex_digest(f"{own} {span.span_id} {number}", 16),
                 "parentSpanId": agent_span["spanId"],
                 "name": "chat",
                 "kind": _CLIENT,
@@ -85,7 +88,7 @@ def _episode_spans(episode: Episode, begin: int, texts: bool) -> Iterator[dict[s
                 "endTimeUnixNano": str(begin + (round_index + 1) * _ROUND_NS),
                 "attributes": encode_attributes(shared | turn),
                 "links": [
-                    {"traceId": trace, "spanId": _hex_digest(f"{episode.episode_id} {child.span_id}", 16)}
+                    {"traceId": trace, "spanId": _hex_digest(f"{own} {child.span_id}", 16)}
                     for child in children
                     if child.joined == round_index
                 ],

@@ -111,7 +111,7 @@ def export_command(
     spans: list[dict[str, Any]] = []
     episodes = 0
     for path, chosen in fitting_episodes(targets, where):
-        request = trace_request(chosen, path.stat().st_mtime_ns, texts=texts)
+        request = trace_request(chosen, path.stat().st_mtime_ns, sha256_file(path), texts=texts)
         spans += request["resourceSpans"]
         episodes += len(chosen)
     write_json(out, {"resourceSpans": spans})
