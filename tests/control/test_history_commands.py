@@ -88,6 +88,7 @@ def test_events_prints_all_events_or_those_of_one_run(
     perilune: Command, control: Control, tmp_path: Path
 ) -> None:
     carry_out(control, drill_plan("one", steps=1), drill_plan("two", steps=1, fail_at=0, how="request"))
+    assert perilune("wait", "one", "--timeout", "inf")[0] == 0
     whole = json.loads(perilune("events", "--json")[1])["events"]
     assert [event["seq"] for event in whole] == list(range(1, len(whole) + 1))
     assert {"experiment.created", "run.queued", "start.intended", "run.succeeded"} <= {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -104,7 +105,7 @@ def _interrupt_after(timeout: float | None) -> Iterator[None]:
         yield
         return
     handler = signal.signal(signal.SIGALRM, interrupt)
-    timer = signal.setitimer(signal.ITIMER_REAL, max(timeout, LOOK_SECONDS))
+    timer = signal.setitimer(signal.ITIMER_REAL, min(max(timeout, LOOK_SECONDS), threading.TIMEOUT_MAX))
     try:
         yield
     finally:
