@@ -112,6 +112,10 @@ def test_progress_escapes_markup_and_terminal_sequences(monkeypatch: pytest.Monk
         view.start("rl", "")
         view.update("rl", 1, 2, "[/bold]", {"a [/] b\x1b]0;x\x07": 0.5})
         view.print("[red]\x1b[2J")
+        view.start("rl.languages=[en] [/x]", "")  # a label of a sweep
+        view.update("rl.languages=[en] [/x]", 1, 2, "\x1b[2Jsteps", {})
+        view.end("rl.languages=[en] [/x]", "failed", "\x1b[2Jwhy")  # the message of a task
+    assert "rl.languages=[en] [/x]" in out.getvalue() and "\\x1b[2Jwhy" in out.getvalue()
     assert "[/bold]" in out.getvalue() and "a [/] b\\x1b]0;x\\x07 0.5" in out.getvalue()
     assert "[red]\\x1b[2J" in out.getvalue()
     assert "\x1b]" not in out.getvalue() and "\x1b[2J" not in out.getvalue()

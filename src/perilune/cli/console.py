@@ -94,7 +94,7 @@ class LiveBars:
 
         self._progress = Progress(
             TextColumn("{task.fields[mark]}"),
-            TextColumn("[bold]{task.description}"),
+            TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(bar_width=16),
             TextColumn("{task.fields[count]}", justify="right", markup=False),
             TimeRemainingColumn(compact=True),
@@ -119,7 +119,7 @@ class LiveBars:
             self._bar(stage),
             completed=done,
             total=total,
-            count=f"{done:,}/{total:,} {unit}",
+            count=escape_control(f"{done:,}/{total:,} {unit}"),
             figures=format_metrics(figures, "  "),
         )
 
@@ -131,7 +131,7 @@ class LiveBars:
             total = next(task.total for task in self._progress.tasks if task.id == bar) or 1
             self._progress.update(bar, total=total, completed=total)
         if note:
-            self._progress.update(bar, figures=note)
+            self._progress.update(bar, figures=format_for_terminal(note))
         self._progress.stop_task(bar)
 
     def print(self, message: str) -> None:
@@ -140,5 +140,6 @@ class LiveBars:
 
     def _bar(self, stage: str) -> TaskID:
         if stage not in self._bars:
-            self._bars[stage] = self._progress.add_task(stage, total=None, mark=" ", count="", figures="")
+            shown = escape_control(stage)
+            self._bars[stage] = self._progress.add_task(shown, total=None, mark=" ", count="", figures="")
         return self._bars[stage]
