@@ -77,6 +77,15 @@ def test_folder_of_pinned_keys_may_have_any_name(server: Sshd, tmp_path: Path) -
         host.disconnect()
 
 
+def test_connections_need_no_runtime_folder(
+    server: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "nothing"))  # as after `su`
+    host = SshHost(server.settings(), tmp_path)
+    assert host.run(["true"]).exit_code == 0
+    host.disconnect()
+
+
 def test_run_reports_refused_authentication(server: Sshd, tmp_path: Path) -> None:
     make_key(tmp_path / "stranger")
     settings = server.settings().model_copy(update={"identity": str(tmp_path / "stranger")})

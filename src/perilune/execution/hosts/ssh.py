@@ -185,8 +185,10 @@ def private_folder() -> Path:
     Raises:
         RequestError: another user created it, or it is accessible to others.
     """
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(runtime, "perilune") if runtime else Path(tempfile.gettempdir(), f"perilune-{os.getuid()}")
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    is_usable = os.access(runtime, os.W_OK)  # not after `su`, or in a job of cron
+    temporary = Path(tempfile.gettempdir(), f"perilune-{os.getuid()}")
+    folder = Path(runtime, "perilune") if is_usable else temporary
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
