@@ -11,6 +11,7 @@ import pytest
 from drill_cases import begin, drill_plan, wait_for
 
 from perilune.bundle.freeze import freeze
+from perilune.control.record.home import has_daemon, locked
 from perilune.control.record.transitions import RunState
 from perilune.control.runs.experiments import Control
 from perilune.control.runs.submission import Submission, submit_stage
@@ -22,6 +23,12 @@ def submitted(control: Control, name: str) -> str:
     plan = drill_plan(name, steps=1)
     submission = Submission(begin(control, [plan], name), name, "drill")
     return submit_stage(control.home, control.store, submission, partial(freeze, plan.job, {})).id
+
+
+def test_two_commands_that_look_for_a_daemon_find_none(control: Control) -> None:
+    control.home.daemon.mkdir()
+    with locked(control.home.daemon, shared=True) as looking:
+        assert looking and not has_daemon(control.home)
 
 
 @pytest.fixture

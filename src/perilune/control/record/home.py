@@ -215,7 +215,7 @@ def _remove_built_elsewhere(scratch: Path) -> None:
 
 
 def has_daemon(home: Home) -> bool:
-    with locked(home.daemon) as acquired:
+    with locked(home.daemon, shared=True) as acquired:  # several commands may ask at once
         return not acquired and home.daemon.is_dir()
 
 
@@ -238,8 +238,9 @@ def has_starter(home: Home, experiment_id: str) -> bool:
 
 
 @contextmanager
-def locked(directory: Path, *, wait: bool = False) -> Iterator[bool]:
+def locked(directory: Path, *, wait: bool = False, shared: bool = False) -> Iterator[bool]:
     """Lock `directory`/lock with flock and yield whether that succeeded. The lock ends with the process."""
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
         descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     except FileNotFoundError:  # the directory was swept
@@ -247,7 +248,7 @@ def locked(directory: Path, *, wait: bool = False) -> Iterator[bool]:
         return
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, kind if wait else kind | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False
         else:
