@@ -41,6 +41,16 @@ def test_restore_recreates_home_from_backup(
     new.store.close()
 
 
+def test_damaged_backup_is_reported(
+    perilune: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert perilune("backup", str(tmp_path / "friday"))[0] == 0
+    (tmp_path / "friday" / "state.db").write_bytes(b"no database" * 1000)
+    monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "new"))
+    code, _, err = perilune("restore", str(tmp_path / "friday"))
+    assert code == 1 and f"{tmp_path / 'friday' / 'state.db'}: the state database is damaged" in err
+
+
 def test_backup_during_writes_is_consistent(control: Control, tmp_path: Path) -> None:
     stop = threading.Event()
 

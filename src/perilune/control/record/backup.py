@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Table, insert, select, text
+from sqlalchemy.exc import DatabaseError
 from sqlalchemy.orm import Session
 
 from perilune.bundle.storage import new_folder
@@ -80,6 +81,7 @@ def restore(backup: Path, home: Home) -> Inherited:
 
     Raises:
         RequestError: there is no backup, or the folder of the new home is not empty.
+        WorkFailedError: the backup is damaged.
     """
     copy = Sqlite(Home(backup))
     if not copy.home.database.is_file():
@@ -90,6 +92,8 @@ def restore(backup: Path, home: Home) -> Inherited:
         _clear_new_home(home.root)
         with new_folder("restore", home.root) as building:
             return _fill_home(copy, Home(building))
+    except DatabaseError as error:
+        raise copy.translate_error(error) from error
     finally:
         copy.engine.dispose()
 
