@@ -36,7 +36,11 @@ def serve(host: str, port: int, namespace: str) -> None:
                 time.sleep(PAUSE)
                 continue
             while True:
-                wire, _ = listener.accept()
+                try:
+                    wire, _ = listener.accept()
+                except OSError:  # too many connections, or the client is gone
+                    time.sleep(PAUSE)
+                    continue
                 threading.Thread(target=serve_connection, args=(wire, namespace), daemon=True).start()
 
 
