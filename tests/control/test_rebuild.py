@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 from drill_cases import Command, carry_out, drill_control, drill_plan, hanging, worker_of
@@ -63,6 +64,18 @@ def test_rebuild_restores_damaged_or_lost_database(perilune: Command, control: C
     assert cancel_run(reopened, live).state == "cancelled" and ProcessIdentity.of(worker) is None
     reopened.store.close()
     events.close()  # type: ignore[attr-defined]
+
+
+def test_rebuild_ignores_the_experiment_of_a_killed_command(perilune: Command, control: Control) -> None:
+    *_, event = carry_out(control, drill_plan("one", steps=1))
+    experiment = control.run(event.run_id).experiment_id
+    control.store.close()
+    left = control.home.experiment("0" * len(experiment))
+    shutil.copytree(control.home.experiment(experiment), left)
+    delete_database(control.home.database)
+    code, out, err = perilune("rebuild")
+    assert code == 0 and f"experiment {left.name}: a newer one has the same recipe" in out, err
+    assert drill_control(control.home.root).run(event.run_id).experiment_id == experiment
 
 
 def test_rebuild_recovers_runs_with_unreadable_files(perilune: Command, control: Control) -> None:

@@ -104,7 +104,9 @@ def _set_aside(home: Home) -> Path | None:
 
 
 def _add_experiments(home: Home, session: Session, report: RebuildReport) -> None:
-    for path in sorted(home.experiments.iterdir()):
+    digests: set[str] = set()
+    # The newest first: an older folder with the same recipe was left by a command that was killed.
+    for path in sorted(home.experiments.iterdir(), reverse=True):
         try:
             document = read_json(path / "recipe.json")
             stages = [
@@ -117,6 +119,10 @@ def _add_experiments(home: Home, session: Session, report: RebuildReport) -> Non
         except (PeriluneError, KeyError, TypeError, AttributeError, ValueError) as error:
             report.skipped.append(f"experiment {path.name}: {error}")
             continue
+        if digest in digests:
+            report.skipped.append(f"experiment {path.name}: a newer one has the same recipe")
+            continue
+        digests.add(digest)
         session.add(row)
         session.flush()
         for position, (name, task) in enumerate(stages):
