@@ -1,12 +1,16 @@
 """The gateway to the machines on a Ray cluster, without a cluster."""
 
 import importlib
+import json
 import socket
 import threading
 from pathlib import Path
 
 import pytest
 
+from perilune.execution.hosts.protocol import HostRefusedError
+from perilune.execution.providers.frames import Kind, encode_frame
+from perilune.execution.providers.ray.host import RayHost
 from perilune.execution.providers.ray.jobs import build_package
 
 
@@ -34,3 +38,18 @@ def test_gateway_outlives_a_connection_that_cannot_be_accepted(
     assert refused.wait(10)
     socket.create_connection(("127.0.0.1", port), 10).close()
     assert served.wait(10)
+
+
+@pytest.mark.parametrize("hello", [{"proof": "é"}, ["proof"]])
+def test_service_that_is_no_gateway_is_refused(hello: object) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            wire, _ = listener.accept()
+            with wire:
+                wire.recv(1000)
+                wire.sendall(encode_frame(Kind.HELLO, json.dumps(hello).encode()))
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(HostRefusedError, match="is not this machine's gateway"):
+            RayHost(f"127.0.0.1:{listener.getsockname()[1]}", "machine", "0" * 64).run(["true"])

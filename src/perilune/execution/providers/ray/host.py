@@ -67,7 +67,8 @@ class RayHost:
         if kind is Kind.ERRORS:
             raise BrokenConnectionError(data.decode(errors="replace").strip())
         hello = json.loads(data) if kind is Kind.HELLO else {}
-        if not hmac.compare_digest(str(hello.get("proof")), token_proof(self._token, "machine", nonce)):
+        proof = str(hello.get("proof")) if isinstance(hello, dict) else ""
+        if not hmac.compare_digest(proof.encode(), token_proof(self._token, "machine", nonce).encode()):
             raise HostRefusedError(
                 f"the service at {self.gateway} is not this machine's gateway",
                 where=self.name,
