@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import threading
 from pathlib import Path
 
@@ -39,6 +40,27 @@ def test_restore_recreates_home_from_backup(
     assert (new.home.keys / PUBLIC).read_bytes() == (control.home.keys / PUBLIC).read_bytes()
     assert (new.home.keys / "controller.key").stat().st_mode & 0o777 == 0o600
     new.store.close()
+
+
+def test_backup_leaves_out_what_a_live_run_removes_meanwhile(
+    perilune: Command, control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *_, event = carry_out(control, drill_plan("one", steps=1))
+    old = control.home.attempt(event.run_id, 1) / "old"
+    old.mkdir()
+    (old / "weights").touch()
+    (old / "moments").touch()
+    copy = shutil.copyfile
+
+    def copy_late(source: str, target: str, **options: bool) -> object:
+        if Path(source).parent == old:
+            shutil.rmtree(old, ignore_errors=True)
+        return copy(source, target, **options)
+
+    monkeypatch.setattr(shutil, "copyfile", copy_late)
+    code, _, err = perilune("backup", str(tmp_path / "friday"), "--evidence")
+    assert code == 0, err
+    assert (tmp_path / "friday" / "runs" / event.run_id / "bundle" / "job.json").exists()
 
 
 def test_damaged_backup_is_reported(

@@ -4,6 +4,7 @@ The database in a backup is always SQLite, so backup and restore also move a hom
 PostgreSQL.
 """
 
+import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -164,12 +165,21 @@ def _read_batches(source: Connection, table: Table) -> Iterable[list[dict[str, A
         yield [dict(row) for row in part]
 
 
+def _copy_folder(source: Path, target: Path) -> None:
+    """Copy a folder without partial files, and without those that a live run removes meanwhile."""
+    partial = shutil.ignore_patterns("*.tmp")
+    try:
+        shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True, ignore=partial)
+    except shutil.Error as error:
+        for path, _, why in error.args[0]:
+            if os.path.lexists(path):
+                raise RequestError(f"cannot be copied: {why}", where=os.fspath(path)) from None
+
+
 def _copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
     for name in names:
         path = source / name
         if path.is_dir():
-            shutil.copytree(
-                path, target / name, symlinks=True, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.tmp")
-            )
+            _copy_folder(path, target / name)
         elif path.is_file():
             shutil.copy2(path, target / name)
