@@ -23,7 +23,8 @@ from perilune.bundle.manifest import write_manifest
 from perilune.cli.inspect.run_table import describe_doubts
 from perilune.control.queries.lookup import find_run
 from perilune.control.runs.experiments import Control, advance
-from perilune.control.runs.progress import StageFinished
+from perilune.control.runs.progress import StageFinished, StageProgress
+from perilune.control.runs.reproduction import reproduce_run
 from perilune.control.runs.requests import stream_log
 from perilune.execution.processes import Presence, ProcessIdentity
 
@@ -118,7 +119,7 @@ def test_reproduce_exits_with_0_only_for_identical_results(perilune: Command, co
     code, out, _ = perilune("reproduce", "same", "--json")
     assert code == 0 and json.loads(out)["identical"] is True
     run_id = json.loads(out)["run"]
-    assert list((control.home.run(run_id) / "reproductions").iterdir()) == []
+    assert not (control.home.run(run_id) / "reproductions").exists()
     code, out, _ = perilune("reproduce", "noisy", "--json")
     document = json.loads(out)
     assert code == 1 and document["identical"] is False
@@ -142,6 +143,15 @@ def test_damaged_bundle_or_recipe_is_named(perilune: Command, control: Control, 
     code, _, err = perilune("bundle", "inspect", str(result.parents[1]))
     assert code == 2 and "result.json: not a JSON object" in err
     assert "artifacts: damaged or missing" in perilune("show", "one")[1]
+
+
+def test_interrupted_reproduction_leaves_nothing_behind(control: Control) -> None:
+    *_, event = carry_out(control, drill_plan("slow", steps=3, seconds=0.5))
+    again = reproduce_run(control, event.run_id)
+    assert isinstance(next(again), StageProgress)
+    again.close()  # type: ignore[attr-defined]  # as Ctrl-C does
+    assert not (control.home.run(event.run_id) / "reproductions").exists()
+    assert not list(control.home.temporary.iterdir())
 
 
 def test_reproduce_names_changed_package(

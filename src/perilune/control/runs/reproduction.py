@@ -9,12 +9,12 @@ from pathlib import Path
 
 from perilune.bundle.compare import Change, compare_artifacts, compare_runs
 from perilune.bundle.freeze import copy_for_attempt
-from perilune.bundle.storage import remove_tree
 from perilune.bundle.verify import Difference, require_verified
 from perilune.bundle.workspace import SCHEDULE
 from perilune.control.evidence.attempt_evidence import worker_output
 from perilune.control.evidence.attestation import removed_artifacts
 from perilune.control.record.ids import new_ulid
+from perilune.control.record.store import Run
 from perilune.control.record.transitions import RunState
 from perilune.control.runs.experiments import POLL_INTERVAL_S, Control, read_progress
 from perilune.control.runs.progress import StageEvent, StageProgress
@@ -40,7 +40,7 @@ def reproduce_run(control: Control, run_id: str) -> Iterator[StageEvent]:
     """Run the frozen bundle of a succeeded run again and compare metrics, episodes and final checkpoint.
 
     Yields progress; the last event is Reproduced. The second run ends with this process. Its directory is
-    kept if something differs.
+    kept if something differs or it fails, and removed if this process is killed.
 
     Raises:
         RequestError: the run has not succeeded, or its evidence is damaged.
@@ -53,8 +53,29 @@ def reproduce_run(control: Control, run_id: str) -> Iterator[StageEvent]:
         )
     first = control.directory(run)
     require_verified(first, run.bundle_digest, removed_artifacts(control.home, run_id, run.current_epoch))
-    again = control.home.run(run_id) / "reproductions" / new_ulid()
-    copy_for_attempt(control.home.bundle(run_id), again)
+    kept = control.home.run(run_id) / "reproductions" / new_ulid()
+    with control.home.scratch() as scratch:
+        again = scratch / "again"
+        yield from _run_again(control, run, first, again)
+        verdict = read_verdict(again / "runtime", 1)
+        if verdict is None or not verdict.succeeded:
+            message = verdict.message if verdict else worker_output(again)
+            _keep(again, kept)
+            raise WorkFailedError(f"the second run failed: {message}", where=str(kept))
+        differences = tuple(compare_artifacts(first, again))
+        packages = compare_runs(first, again).packages
+        if differences:
+            _keep(again, kept)
+    yield Reproduced(run.stage, run_id, kept if differences else None, differences, packages)
+
+
+def _keep(again: Path, kept: Path) -> None:
+    kept.parent.mkdir(exist_ok=True)
+    again.rename(kept)
+
+
+def _run_again(control: Control, run: Run, first: Path, again: Path) -> Iterator[StageEvent]:
+    copy_for_attempt(control.home.bundle(run.id), again)
     if (schedule := first / "artifacts" / SCHEDULE).exists():
         shutil.copyfile(schedule, again / "runtime" / SCHEDULE)  # an asynchronous run follows it
     with (again / "runtime" / "worker.log").open("wb") as log:
@@ -62,20 +83,11 @@ def reproduce_run(control: Control, run_id: str) -> Iterator[StageEvent]:
             [*worker_command(again, 1), "--tied"], stdin=subprocess.DEVNULL, stdout=log, stderr=log
         )
     try:
-        yield from _follow(worker, again, run.stage, run_id)
+        yield from _follow(worker, again, run.stage, run.id)
     finally:
         if worker.poll() is None:
             worker.terminate()
             worker.wait()
-    verdict = read_verdict(again / "runtime", 1)
-    if verdict is None or not verdict.succeeded:
-        message = verdict.message if verdict else worker_output(again)
-        raise WorkFailedError(f"the second run failed: {message}", where=str(again))
-    differences = tuple(compare_artifacts(first, again))
-    packages = compare_runs(first, again).packages
-    if not differences:
-        remove_tree(again)
-    yield Reproduced(run.stage, run_id, again if differences else None, differences, packages)
 
 
 def _follow(worker: subprocess.Popen[bytes], attempt: Path, stage: str, run_id: str) -> Iterator[StageEvent]:
