@@ -156,6 +156,22 @@ def test_templates_commands(perilune: Command, tmp_path: Path) -> None:
     assert "no template is given" in perilune("run", "quickstart", "--with", "a=b")[2]
 
 
+def test_validate_refuses_unknown_provider_or_kind(perilune: Command, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (home / "templates").mkdir()
+    (home / "templates" / "far.yaml").write_text(f"placement: {RENTED}\nlimits: {{on_box_stop_after: 60}}\n")
+    assert perilune("templates", "validate", "far")[0] == 0  # there is nothing to check it against
+    for name, kind, why in (
+        ("q", "k", "no provider is called 'p'"),
+        ("p", "j", "no kind 'k'"),
+        ("p", "k", ""),
+    ):
+        ray = {"type": "ray", "kinds": {kind: {"cpus": 1}}}
+        (home / "providers.yaml").write_text(json.dumps({"daily_cap": 1, "providers": {name: ray}}))
+        code, _, err = perilune("templates", "validate", "far")
+        assert (code, why in err) == (2 if why else 0, True), err
+
+
 def fields(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, Any]]:
     for name, field in model.model_fields.items():
         inner = sections(field.annotation)

@@ -61,7 +61,7 @@ def validate(name: Name, as_json: Json = False) -> None:
     home = Home.open()
     template = load_template(home, name)
     target, providers = template.placement, Providers(home)
-    if isinstance(target, RentedTarget) and target.provider in providers.names():
+    if isinstance(target, RentedTarget) and providers.settings() is not None:
         for problem in providers.problems(target.provider, [target.kind]):
             raise problem
     if as_json:

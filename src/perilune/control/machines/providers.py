@@ -78,7 +78,11 @@ class Providers:
             RequestError: there is no provider of that name.
         """
         settings = self._settings_of(name)
-        if not isinstance(settings, SkyPilotSettings):  # the others cannot check without renting
+        if isinstance(settings, RaySettings):
+            known, where = ", ".join(settings.kinds), str(self.home.root / PROVIDERS_FILE)
+            unknown = [kind for kind in kinds if kind not in settings.kinds]
+            return [RequestError(f"no kind '{kind}'; there is {known}", where=where) for kind in unknown]
+        if not isinstance(settings, SkyPilotSettings):  # only its server knows the kinds
             return []
         document = self._document() or Document(None)
         with SkyPilot(settings, Path()) as provider:
