@@ -12,6 +12,7 @@ from perilune.models.checkpoints.folder import CheckpointFolder
 from perilune.models.checkpoints.quantized import unquantized_tensors
 from perilune.models.checkpoints.tensors import read_tensors
 
+_STORED = ("F64", "F32", "F16", "BF16")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -22,7 +23,8 @@ def load_tensors(folder: Path, wanted: Mapping[str, Mapping[str, Any]]) -> dict[
         wanted: dtype and shape of each tensor that the server has.
 
     Raises:
-        RequestError: when the checkpoint lacks a tensor of the server, or has one of another shape.
+        RequestError: when the checkpoint lacks a tensor of the server, or has one of another shape, or of
+            integers.
     """
     stored = unquantized_tensors(CheckpointFolder(folder))
     for name, form in wanted.items():
@@ -31,6 +33,9 @@ def load_tensors(folder: Path, wanted: Mapping[str, Mapping[str, Any]]) -> dict[
                 f"the server's model has another tensor {name}: it is missing here or has another shape",
                 where=str(folder),
             )
+        if stored[name].dtype not in _STORED:
+            what = f"tensor {name} is {stored[name].dtype}, not one of {', '.join(_STORED)}"
+            raise RequestError(what, where=str(stored[name].file))
         if form["dtype"] not in _DTYPES:
             raise RequestError(f"the server's {name} has an unknown dtype", where=str(folder))
     tensors = read_tensors(stored[name] for name in wanted)
