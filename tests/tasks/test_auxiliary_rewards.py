@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pydantic import ValidationError
-from task_cases import episodes, figures_of, metrics, run_task, summary
+from task_cases import DIGITS, episodes, figures_of, make_job, metrics, run_task, summary
 
+from perilune.bundle.plugin import load_plugin
 from perilune.data.episode import Episode
 from perilune.errors import RequestError
 from perilune.tasks.rl.auxiliary_rewards import AuxiliaryRewards
@@ -64,6 +65,14 @@ def test_algorithms_that_recognize_right_answers_refuse_auxiliary_rewards(name: 
     """A wrong answer with a large term would count as right."""
     with pytest.raises(ValidationError, match=f"{name} recognizes right answers by their reward"):
         RLSpec(checkpoint="model", algorithm=name, auxiliary_rewards={"weights": {"digits": 1.0}})
+
+
+def test_algorithms_that_recognize_right_answers_refuse_scaled_rewards() -> None:
+    """With a scale of 0.5 no answer would count as right, and all groups would be dead."""
+    mixture = {"id": "mixture", "parts": {"digits": {**DIGITS, "reward_scale": 0.5}}}
+    with pytest.raises(RequestError, match=r"parts.digits.reward_scale: pkpo recognizes right answers"):
+        load_plugin("rl").plan(make_job("rl", environment=mixture, algorithm={"name": "pkpo", "k": 2}))
+    load_plugin("rl").plan(make_job("rl", environment=mixture))
 
 
 def test_rl_with_auxiliary_rewards_reports_reward_and_gold(tmp_path: Path) -> None:

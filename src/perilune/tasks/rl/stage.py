@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from perilune.bundle.job import Job
 from perilune.environments.core.managed_context import CONTEXT_KEY as CONTEXT
-from perilune.environments.core.registry import REWARDS
+from perilune.environments.core.registry import MIXTURE, REWARDS
 from perilune.errors import RequestError
 from perilune.learn.algorithms import Algorithm
 from perilune.plural import plural
@@ -26,8 +26,8 @@ class ReinforcementStage(Stage[Spec]):
         """Return the plan: episodes, updates, the schedule and memory.
 
         Raises:
-            RequestError: when the environment has `rewards` that a reward model would replace, or new
-                contexts in which the policy would not learn.
+            RequestError: when the environment has `rewards` that a reward model would replace, new contexts
+                in which the policy would not learn, or scaled rewards that hide right answers.
         """
         if spec.reward_model and not spec.verifier_weight and job.environment.get(REWARDS):
             raise RequestError(
@@ -41,6 +41,7 @@ class ReinforcementStage(Stage[Spec]):
                 where=f"stages.{job.stage}.train_sub_agents",
                 remedy="set train_sub_agents: true",
             )
+        _check_verdicts(spec, job)
         if spec.asynchronous is not None:
             _check_asynchronous(job)
         CustomMetrics(spec.metrics)  # refuses functions that cannot be loaded
@@ -78,6 +79,18 @@ class RL(ReinforcementStage[RLSpec]):
     spec = RLSpec
     loop = "perilune.tasks.rl.loop"
     parallel = True
+
+
+def _check_verdicts(spec: RLSpec, job: Job) -> None:
+    """Check that an algorithm that recognizes right answers by their reward gets unscaled rewards."""
+    parts = job.environment["parts"] if job.environment.get("id") == MIXTURE else {}
+    scaled = [name for name, part in parts.items() if part.get("reward_scale", 1.0) != 1.0]
+    if scaled and hasattr(spec.algorithm, "passes_at"):
+        raise RequestError(
+            f"{spec.algorithm.name} recognizes right answers by their reward, which reward_scale changes",
+            where=f"environment.parts.{scaled[0]}.reward_scale",
+            remedy="choose another algorithm, or remove reward_scale",
+        )
 
 
 def _check_asynchronous(job: Job) -> None:
