@@ -429,3 +429,14 @@ def test_mask_truncated_leaves_an_answer_out_of_every_component(name: str) -> No
     for component in masked.components.values():
         assert [weights.any() for weights in component.weights[4:]] == [True, False]
         assert component.counts[5] == 0
+
+
+def test_dgpo_may_give_one_token_all_the_weight() -> None:
+    group = group_of([1, 0], lengths=[6, 6])
+    spiked = {e.episode_id: np.array([0, 0, 0.9, 0, 0, 0], np.float32) for e in group}
+    ones = {e.episode_id: np.ones(6, np.float32) for e in group}
+    context = StepContext(max_tokens=8, signals={"deviation": spiked, "uncertainty": ones})
+    dgpo = algorithm("dgpo", tau=0.005)
+    weighted = dgpo.weight_groups([group], context)
+    assert [np.count_nonzero(weights) for weights in weighted[0].policy_gradient.weights] == [1, 1]
+    check_weights(weighted, centred=dgpo.centred, sparse=dgpo.sparse)

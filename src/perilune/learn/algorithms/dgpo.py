@@ -7,7 +7,7 @@ an answer have mean 1. d and h are computed once a step, with the weights at its
 gradient.
 """
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -20,6 +20,8 @@ from perilune.learn.weights import WeightedGroup, rewards
 
 class DGPO(ClippedPolicyGradient):
     """A = w times GRPO's advantage. While the policy equals the reference, w is 1 and this is GRPO."""
+
+    sparse: ClassVar[bool] = True  # with a small tau, one token may get almost all of the weight
 
     name: Literal["dgpo"] = Field("dgpo", description="name of the algorithm")
     clip_high: float = Field(0.2, gt=0, description="clip ratios above 1 + clip_high")
