@@ -167,7 +167,7 @@ def test_unneeded_launch_is_cancelled_and_unknown_cluster_is_terminated(
         fleet.machine_key("01FORGOTTEN", 3, 1),
     ]
     gone = tend_until(fleet, forgotten, MachineState.GONE)
-    assert (gone.kind, gone.price, gone.reason) == ("plain", 1.2, "it is not in this home's record")
+    assert (gone.kind, gone.price, gone.reason) == ("plain", 1.2, "it is not in this home's database")
     assert not sky.alive()
 
 

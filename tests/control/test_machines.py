@@ -265,7 +265,7 @@ def test_home_with_old_database_terminates_unknown_machines(
     assert fleet.machine(second) is None
     assert terminate_unrecorded(fleet, grace=3600.0) == [] and second in bill(cloud)["alive"]  # it may be new
     assert terminate_unrecorded(fleet, grace=0.0) == [second]
-    assert tend_until(fleet, second, GONE).reason == "it is not in this home's record"
+    assert tend_until(fleet, second, GONE).reason == "it is not in this home's database"
     adopted = fleet.machine(first)
     assert adopted is not None and adopted.state == READY and bill(cloud)["alive"] == [first]
     restored.store.close()

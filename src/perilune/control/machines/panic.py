@@ -83,7 +83,7 @@ def panic(home: Home, patience: float, tell: Callable[[str], None] = lambda line
         recorded = _recorded_machines(home)
     except (PeriluneError, DatabaseError) as error:
         recorded = {}
-        tell(f"the record cannot be read: {error}")
+        tell(f"the database cannot be read: {error}")
         if not named:
             report.silent[CLUSTER_FILE] = "the file is missing, so this home's tag is unknown"
     terminator = _Terminator(home, cluster_names(home, recorded), report, tell)
@@ -167,7 +167,7 @@ def _recorded_machines(home: Home) -> dict[str, str]:
     """Return the recorded machines that are not known to be gone, with their providers. Writes nothing.
 
     Raises:
-        PeriluneError, DatabaseError: the record cannot be read.
+        PeriluneError, DatabaseError: the database cannot be read.
     """
     database = open_database(home)
     if database.where == str(home.database) and not home.database.exists():

@@ -51,7 +51,7 @@ def _record_expired(fleet: Fleet, provider: str, machine: RentedMachine, now: In
             epoch=key.epoch if key else 0,
             rank=key.rank if key else 0,
             state=MachineState.TERMINATING.value,
-            reason="it is not in this home's record",
+            reason="it is not in this home's database",
             kind=machine.kind,
             price=machine.price,
             lease=EXPIRED_LEASE.model_dump(),

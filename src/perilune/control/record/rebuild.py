@@ -33,7 +33,7 @@ from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.execution.verdict import Cause, Verdict, read_verdict
 from perilune.files import canonical_json, fsync_directory, read_json, sha256_bytes
 
-REBUILT_MESSAGE = "the record was rebuilt; how this attempt ended is unknown"
+REBUILT_MESSAGE = "the database was rebuilt; how this attempt ended is unknown"
 
 
 @dataclass
@@ -82,7 +82,7 @@ def rebuild(home: Home) -> RebuildReport:
 def _require_damage(home: Home) -> None:
     if (home.root / "database").exists() or os.environ.get(URL_VARIABLE):
         remedy = "restore the server's own backup, or: PERILUNE_HOME=NEW perilune restore"
-        raise RequestError("the record is in PostgreSQL", where=str(home.root), remedy=remedy)
+        raise RequestError("the database is in PostgreSQL", where=str(home.root), remedy=remedy)
     if has_daemon(home):
         raise RequestError("a daemon manages this home", where=str(home.root), remedy="stop it first")
     try:
@@ -92,7 +92,7 @@ def _require_damage(home: Home) -> None:
     except WorkFailedError:  # the database cannot even be opened
         return
     if whole:
-        raise RequestError("the record is intact", where=str(home.database), remedy="perilune verify")
+        raise RequestError("the database is intact", where=str(home.database), remedy="perilune verify")
 
 
 def _set_aside(home: Home) -> Path | None:
@@ -254,7 +254,7 @@ def _set_outcome(run: Run, last: Attempt | None) -> None:
     if state.is_terminal:
         run.ended = run.created if last is None else last.ended
     if last is None:
-        run.message = "the record was rebuilt; no attempt had started"
+        run.message = "the database was rebuilt; no attempt had started"
     elif state is RunState.SUCCEEDED:
         run.manifest_digest = last.manifest_digest
     elif state.is_terminal:
