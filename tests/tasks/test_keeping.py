@@ -12,9 +12,11 @@ from task_cases import make_bundle, make_job, metrics, run_in, run_task, summary
 
 from perilune.bundle.plugin import load_plugin
 from perilune.bundle.workspace import Workspace
+from perilune.errors import RequestError
 from perilune.execution.placements.local import restore_outputs
 from perilune.files import read_json_lines
 from perilune.learn.checkpoints import is_complete
+from perilune.recipe.load import load_recipe
 from perilune.tasks.stage import retention as keeping
 from perilune.tasks.stage import training
 from perilune.tasks.stage.retention import (
@@ -169,3 +171,24 @@ def test_unknown_best_metric_is_reported_at_the_end(
     bundle = run_task(tmp_path / "bundle", "rl", keep={"best": "rewrad"}, steps=1)
     assert summary(bundle)["best"]["step"] is None
     assert "no step has a metric 'rewrad'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["best: pass@1", "optimizer: true"])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "{name: games, task: connect_four, keep: {%s}}",
+        "{name: second, task: speech_codec, data: texts, keep: {%s}}",
+        "{name: voice, task: speech_voice, data: texts, codec: codec, keep: {%s}}",
+    ],
+)
+def test_stages_without_evaluations_refuse_other_options_of_keep(
+    tmp_path: Path, stage: str, option: str
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    made = "- {name: texts, task: utterances}\n- {name: codec, task: speech_codec, data: texts}\n"
+    path.write_text(f"name: kept\nseed: 0\nstages:\n{made}- {stage % option}\n")
+    with pytest.raises(RequestError, match=r"Set only keep\.last"):
+        load_recipe(str(path), [])
+    path.write_text(path.read_text().replace(option, "last: 2"))
+    load_recipe(str(path), [])

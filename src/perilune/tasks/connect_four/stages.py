@@ -10,7 +10,7 @@ from perilune.bundle.plugin import Consumes
 from perilune.frozen import Frozen
 from perilune.games.connect_four.learning_settings import LearningSettings
 from perilune.plural import plural
-from perilune.tasks.stage.retention import TrainingSpec
+from perilune.tasks.stage.retention import Keep, KeepNewest, TrainingSpec
 from perilune.tasks.stage.stage import Stage
 
 Opponent = Literal[
@@ -23,6 +23,7 @@ class ConnectFourSpec(TrainingSpec):
 
     steps: int = Field(60, ge=1, description="training steps; each plays games and updates the network")
     save_every: int = Field(20, ge=1, description="steps between checkpoints to resume from")
+    keep: KeepNewest = Field(Keep(), description="which checkpoints to keep")
     learning: LearningSettings = Field(LearningSettings(), description="network and algorithm")
 
 

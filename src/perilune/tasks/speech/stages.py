@@ -10,7 +10,7 @@ from perilune.bundle.plugin import Consumes
 from perilune.errors import RequestError
 from perilune.frozen import Frozen
 from perilune.plural import plural
-from perilune.tasks.stage.retention import TrainingSpec
+from perilune.tasks.stage.retention import Keep, KeepNewest, TrainingSpec
 from perilune.tasks.stage.stage import Stage
 
 Kind = Literal["digits", "numbers", "sentences"]
@@ -41,6 +41,7 @@ class CodecSpec(TrainingSpec):
 
     data: Annotated[str, Consumes("utterances")] = Field(description="stage whose utterances to encode")
     steps: int = Field(450, ge=2, description="training steps")
+    keep: KeepNewest = Field(Keep(), description="which checkpoints to keep")
     codebooks: int = Field(4, ge=2, le=32, description="codes per frame")
     codebook_size: int = Field(128, ge=2, le=4096, description="entries of each codebook")
     width: int = Field(96, ge=8, multiple_of=4, description="channels of the decoder")
@@ -62,6 +63,7 @@ class VoiceSpec(TrainingSpec):
         description="stage whose codec turns the codes into audio"
     )
     steps: int = Field(1000, ge=1, description="training steps")
+    keep: KeepNewest = Field(Keep(), description="which checkpoints to keep")
     width: int = Field(128, ge=32, multiple_of=32, description="hidden size of the talker")
     layers: int = Field(3, ge=1, description="layers of the talker")
     predictor_width: int = Field(64, ge=32, multiple_of=32, description="hidden size of the code predictor")

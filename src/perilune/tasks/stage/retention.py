@@ -4,9 +4,9 @@ import secrets
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from perilune.bundle.workspace import Workspace
 from perilune.frozen import Frozen
@@ -33,6 +33,16 @@ class Keep(Frozen):
     optimizer: bool = Field(
         False, description="keep the optimizer state beside the final weights, for restore_optimizer"
     )
+
+
+def _check_only_newest(keep: Keep) -> Keep:
+    if keep != Keep(last=keep.last):
+        raise ValueError("this stage keeps its newest checkpoints and nothing else. Set only keep.last")
+    return keep
+
+
+KeepNewest = Annotated[Keep, AfterValidator(_check_only_newest)]
+"""Of a stage without evaluations, whose output no other stage trains further."""
 
 
 class TrainingSpec(ModelDefaults):
