@@ -28,6 +28,7 @@ from comparison.view import view as algorithms_view
 from connect_four_view import view as connect_four_view
 from leads import LEADS, QUESTIONS
 from measured_views import generate_view, quickstart_view, trl_view
+from perilune.metrics.across_seeds import MIN_SEEDS
 from recursion_view import view as recursion_view
 from rollout.view import view as rollout_view
 from selfplay_view import view as selfplay_view
@@ -115,8 +116,8 @@ def pages() -> dict[str, str]:
     entries = {}
     for path in sorted(RESULTS.glob("*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))
-        if data.get("records") == []:
-            continue  # learning rates are tuned, and no arm is compared yet
+        if "learning_rates" in data and len({record["seed"] for record in data["records"]}) < MIN_SEEDS:
+            continue  # learning rates are tuned, and too few seeds are measured to compare the arms
         document = VIEWS.get(path.stem, dict)(data)
         document.setdefault("lead", path.stem in LEADS and LEADS[path.stem](data))
         if not document["lead"]:
