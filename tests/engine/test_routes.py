@@ -58,7 +58,7 @@ class Recorder:
     def forced_experts(self, layer: int, rows: int) -> None:
         return None
 
-    def observe(self, layer: int, logits: torch.Tensor, chosen: torch.Tensor) -> None:
+    def observe(self, layer: int, logits: torch.Tensor, own: torch.Tensor, chosen: torch.Tensor) -> None:
         assert layer == len(self.layers)
         self.layers.append(chosen.numpy())
 

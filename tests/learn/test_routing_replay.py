@@ -18,6 +18,7 @@ from perilune.models.checkpoints.loading import new_model
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.config.layer_kinds import Experts
 from perilune.models.decoder import Decoder
+from perilune.models.feed_forward import MixtureOfExperts
 from perilune.models.kernels import route
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.rollout.rollout import Trajectory
@@ -96,6 +97,18 @@ def test_replay_on_equal_weights_is_bitwise_identical(token_budget: int) -> None
     assert plain == {name: value for name, value in figures.items() if not name.startswith("routing/")}
     for name, parameter in decoder.named_parameters():
         assert parameter.grad is not None and torch.equal(parameter.grad, gradients[name])
+
+
+def test_corrected_router_flips_no_route_on_equal_weights() -> None:
+    """GLM-4.5 adds a correction to the scores by which it chooses, which changes most choices."""
+    mixture = Experts(8, 3, 48, dense_layers=(0,), shared_size=48)
+    decoder = new_model(MIXTURE.replace(architecture="glm4_moe", experts=mixture), TOKENIZER, seed=3)
+    generator = torch.Generator().manual_seed(0)
+    for module in decoder.modules():
+        if isinstance(module, MixtureOfExperts):
+            module.correction.normal_(std=0.3, generator=generator)
+    figures = Learner(decoder).forward_backward(packed(sampled(decoder)))
+    assert figures["routing/missing"] == figures["routing/flipped"] == 0
 
 
 @pytest.mark.usefixtures("arithmetic")

@@ -80,6 +80,6 @@ class RouteRecorder:
     def forced_experts(self, layer: int, rows: int) -> Tensor | None:
         return None
 
-    def observe(self, layer: int, logits: Tensor, chosen: Tensor) -> None:
+    def observe(self, layer: int, logits: Tensor, own: Tensor, chosen: Tensor) -> None:
         experts = self._store.experts.flatten(0, 1)
         experts[self._slots, layer] = chosen.to(experts.dtype)

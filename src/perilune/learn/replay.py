@@ -14,7 +14,6 @@ from torch import Tensor
 from perilune.data.episode import Episode
 from perilune.data.routes import missing_rows
 from perilune.learn.figures import Figures
-from perilune.models.kernels import route
 
 
 def pack_routes(episodes: Sequence[Episode], prompt_of: Sequence[int]) -> Tensor | None:
@@ -70,12 +69,11 @@ class RouteReplay:
         return F.pad(ids, (0, 0, 0, rows - len(ids)), value=-1)
 
     @torch.no_grad()
-    def observe(self, layer: int, logits: Tensor, chosen: Tensor) -> None:
+    def observe(self, layer: int, logits: Tensor, own: Tensor, chosen: Tensor) -> None:
         """Count routes. Activation checkpointing calls this again for each layer in the backward pass."""
-        count, per_token = len(self._routes), chosen.shape[-1]
+        count = len(self._routes)
         used = chosen[:count].sort(-1).values
-        own_choice = route(logits[:count], per_token, normalized=False)[1].sort(-1).values
-        self._flipped |= (used != own_choice).any(-1)
+        self._flipped |= (used != own[:count].sort(-1).values).any(-1)
         uses = torch.bincount(used.flatten(), minlength=logits.shape[-1])
         self._loads[layer] = uses / max(used.numel(), 1)
 

@@ -169,7 +169,9 @@ class MixtureOfExperts(nn.Module):
         forced = None if routing is None else routing.forced_experts(self.index, len(x))
         weights, chosen = self._choose(logits, forced)
         if routing is not None:
-            routing.observe(self.index, logits.detach(), chosen)
+            with torch.no_grad():
+                own = chosen if forced is None else self._choose(logits, None)[1]
+            routing.observe(self.index, logits.detach(), own, chosen)
         return weights.to(x.dtype), chosen
 
     def _choose(self, logits: Tensor, forced: Tensor | None) -> tuple[Tensor, Tensor]:

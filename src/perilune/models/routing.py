@@ -20,5 +20,10 @@ class Routing(Protocol):
     def forced_experts(self, layer: int, rows: int) -> Tensor | None:
         """Return experts int64[rows, K] to use, -1 where the router chooses; None if it always chooses."""
 
-    def observe(self, layer: int, logits: Tensor, chosen: Tensor) -> None:
-        """Receive the router's logits float[rows, E], without gradient, and experts int64[rows, K]."""
+    def observe(self, layer: int, logits: Tensor, own: Tensor, chosen: Tensor) -> None:
+        """Receive the router's logits float[rows, E], without gradient, and int64[rows, K] experts.
+
+        Args:
+            own: the router's own choice.
+            chosen: the experts that compute the rows.
+        """

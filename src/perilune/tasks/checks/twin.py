@@ -162,7 +162,7 @@ class FirstRoutes:
     def forced_experts(self, layer: int, rows: int) -> Tensor | None:
         return self._chosen.get(layer)
 
-    def observe(self, layer: int, logits: Tensor, chosen: Tensor) -> None:
+    def observe(self, layer: int, logits: Tensor, own: Tensor, chosen: Tensor) -> None:
         self._chosen.setdefault(layer, chosen)
 
 
