@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,12 +14,13 @@ from hypothesis import strategies as st
 from torch import Tag, Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from perilune.engine import graph_runner
+from perilune.engine import graph_runner, select_runner
 from perilune.engine.decode_step import DecodeStep, GatheredAttention
 from perilune.engine.engine import Engine
 from perilune.engine.graph_runner import GraphRunner, bucket
 from perilune.engine.request import Prompt, Request, SamplingParams
 from perilune.engine.runner import TorchRunner
+from perilune.engine.select_runner import fastest_runner
 from perilune.models.adapters.files import Adapter
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.config.layer_kinds import Experts
@@ -272,3 +274,15 @@ def test_graph_runner_cache_is_bfloat16_with_bfloat16_products() -> None:
     decoder.set_precision("bfloat16")
     assert graphed(decoder, (4,)).cache.dtype == torch.bfloat16
     assert TorchRunner(decoder, (4,)).cache.dtype == torch.float32  # on a CPU
+
+
+def test_cache_of_a_gpu_is_bfloat16_without_graphs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the memory plan assumes; for example in Gemma 2, whose scores the graphs' kernels do not bound."""
+    made: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(select_runner, "TorchRunner", lambda *arguments: made.append(arguments))
+    on_gpu = SimpleNamespace(norm=SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda"))))
+    config = GEMMA.replace(architecture="gemma2", local_rope=None, score_softcap=50.0)
+    for precision in ("float32", "bfloat16"):
+        decoder: Any = SimpleNamespace(model=on_gpu, config=config, precision=precision)
+        fastest_runner(decoder, (4, 4))
+    assert [arguments[2] for arguments in made] == [None, torch.bfloat16]

@@ -25,12 +25,14 @@ def fastest_runner(decoder: Decoder | TransformersModel, num_blocks: Sequence[in
     if isinstance(decoder, TransformersModel):
         return TransformersRunner(decoder, num_blocks)
     weight = decoder.model.norm.weight
-    if weight.device.type == "cuda" and graph_runner.supports(decoder.config):
+    on_gpu = weight.device.type == "cuda"
+    if on_gpu and graph_runner.supports(decoder.config):
         return GraphRunner(decoder, num_blocks)
     on_cpu = weight.device.type == "cpu" and decoder.dtype in {torch.float32, torch.bfloat16}
     if on_cpu and supports(decoder.config, weight_kind(decoder)):
         return NativeRunner(decoder, num_blocks)
-    return TorchRunner(decoder, num_blocks)
+    narrow = on_gpu and decoder.precision == "bfloat16"  # a GPU's cache has the precision of products
+    return TorchRunner(decoder, num_blocks, torch.bfloat16 if narrow else None)
 
 
 def is_split_invariant(runner: Runner) -> bool:
