@@ -90,6 +90,7 @@ def of_vllm(body: Any) -> Reply:
 
 
 def of_sglang(body: Any) -> Reply:
+    assert all(options["n"] == 1 for options in body["sampling_params"])
     sample = {
         "text": "ab",
         "output_ids": [9, 2],
@@ -99,8 +100,7 @@ def of_sglang(body: Any) -> Reply:
             "completion_tokens": 2,
         },
     }
-    n = body["sampling_params"]["n"]
-    return 200, {}, [sample] * n if n > 1 else sample
+    return 200, {}, [sample] * len(body["input_ids"])
 
 
 @pytest.mark.parametrize(
@@ -155,15 +155,18 @@ def test_sglang_request_sets_every_sampling_option() -> None:
         engine.sample([PROMPT], 2, FULL)
         engine.sample([PROMPT], 2, PLAIN)
     (path, full, _), (_, plain, _) = server.asked
-    assert (path, full["input_ids"], full["return_logprob"]) == ("/generate", [5, 6, 7], True)
-    assert full["sampling_params"] == {
-        "n": 2, "sampling_seed": derive_seed(PROMPT.key), "max_new_tokens": 9, "temperature": 0.5,
+    assert (path, full["input_ids"], full["return_logprob"]) == ("/generate", [[5, 6, 7]] * 2, True)
+    seed = derive_seed(PROMPT.key)
+    first, second = full["sampling_params"]  # SGLang gives all samples of one prompt the same seed
+    assert (first, second) == ({**second, "sampling_seed": seed}, {**first, "sampling_seed": seed + 1})
+    assert first == {
+        "n": 1, "sampling_seed": seed, "max_new_tokens": 9, "temperature": 0.5,
         "stop": ["x"],
         "stop_token_ids": [2, 3], "min_new_tokens": 1, "top_k": 7, "top_p": 0.9, "min_p": 0.1,
         "repetition_penalty": 1.2, "logit_bias": {"4": 1.5},
         "presence_penalty": 0.5, "frequency_penalty": -1.5,
     }  # fmt: skip
-    assert plain["sampling_params"]["top_k"] == -1  # SGLang rejects 0
+    assert plain["sampling_params"][0]["top_k"] == -1  # SGLang rejects 0
 
 
 WARM = SamplingParams(max_tokens=4, temperature=0.7)

@@ -109,18 +109,23 @@ class SGLangGenerate:
     reported: LogprobStage = "tempered"
 
     def make_body(self, model: str, prompt: Prompt, n: int, params: SamplingParams) -> dict[str, Any]:
-        """Return the JSON document to post. SGLang needs --enable-deterministic-inference to use the seed."""
+        """Return the JSON document to post. SGLang needs --enable-deterministic-inference to use the seeds.
+
+        With n above 1 it gives all samples of a prompt the same seed, and they would be equal. So each sample
+        is a prompt of its own with n = 1.
+        """
+        options = {
+            "n": 1,
+            "max_new_tokens": params.max_tokens,
+            **_shared_options(params),
+            "top_k": params.top_k or -1,
+            "min_new_tokens": params.min_tokens,
+        }
+        seed = derive_seed(prompt.key)
         return {
-            "input_ids": list(map(int, prompt.token_ids)),
+            "input_ids": [list(map(int, prompt.token_ids))] * n,
             "return_logprob": True,
-            "sampling_params": {
-                "n": n,
-                "max_new_tokens": params.max_tokens,
-                **_shared_options(params),
-                "top_k": params.top_k or -1,
-                "min_new_tokens": params.min_tokens,
-                "sampling_seed": derive_seed(prompt.key),
-            },
+            "sampling_params": [{**options, "sampling_seed": (seed + i) % _INT31} for i in range(n)],
         }
 
     def parse(self, answer: Any, n: int) -> list[Completion]:
