@@ -228,6 +228,19 @@ def test_replace_rejects_options_that_the_family_lacks() -> None:
         PRESETS["tiny"].replace(windows=(8, 9, None))
 
 
+@pytest.mark.parametrize("kind", DECODER_FAMILIES)
+def test_missing_keys_have_the_defaults_of_transformers(kind: str) -> None:
+    import transformers
+
+    changes = {"num_attention_heads": 64} if kind == "glm4_moe" else {}  # its default splits no head evenly
+    whole = transformers.AutoConfig.for_model(kind, **changes).to_dict()
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    theirs = DecoderConfig.from_hf(whole)
+    ours = DecoderConfig.from_hf({"model_type": kind, **{key: whole[key] for key in sizes if key in whole}})
+    for name in ("rope", "local_rope", "rms_norm_eps", "tie_word_embeddings", "attention_bias", "head_dim"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+
+
 def test_transformers_4_rope_names_are_read() -> None:
     config = raw(rope_theta=5e5, rope_scaling={"type": "llama3", **_fields(LLAMA3)})
     del config["rope_parameters"]

@@ -50,6 +50,13 @@ _GEMMA_SIZES = {
     "sliding_window": 4096,
 }
 
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
 _MISTRAL = Family(
     "MistralForCausalLM",
     qkv_bias=False,
@@ -167,6 +174,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "num_experts": 8,
                 "num_experts_per_tok": 2,
                 "norm_topk_prob": True,
+                "rope_theta": 1e6,
                 "rms_norm_eps": 1e-5,
                 "max_position_embeddings": 131072,
             },
@@ -344,6 +352,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "sliding_window": 128,
                 "sliding_window_pattern": 2,
                 "rope_theta": 150000.0,
+                "rope_scaling": _GPT_OSS_ROPE,
                 "rms_norm_eps": 1e-5,
                 "max_position_embeddings": 131072,
             },
