@@ -124,3 +124,10 @@ def test_schedule_is_constant_by_default_and_works_for_short_runs() -> None:
     settings = OptimizerSettings(lr=2.0, warmup=0)
     assert [learning_rate(settings, step, 3) for step in range(3)] == [2.0] * 3
     assert learning_rate(OptimizerSettings(lr=1.0, warmup=5), 0, 1) > 0
+
+
+def test_stacked_biases_do_not_decay() -> None:
+    """The biases of all experts of gpt-oss are one tensor with two axes."""
+    parameters = {name: nn.Parameter(torch.ones(2, 3)) for name in ("down_proj", "down_proj_bias")}
+    AdamW(parameters, beta2=0.99, weight_decay=0.5, grad_clip=1.0).update(0.1)
+    assert parameters["down_proj"].max() < 1 and (parameters["down_proj_bias"] == 1).all()

@@ -105,7 +105,9 @@ class AdamW:
         return (self.first[name] / denominator).mul_(size)
 
     def _decay_factor(self, name: str) -> float:
-        return 1 - self._rate(name) * self._weight_decay if self.parameters[name].ndim > 1 else 1.0
+        if self.parameters[name].ndim == 1 or name.endswith("bias"):  # the biases of experts are stacked
+            return 1.0
+        return 1 - self._rate(name) * self._weight_decay
 
     def _rate(self, name: str) -> float:
         return self._lr * self._lr_factors.get(name, 1.0)
