@@ -18,6 +18,7 @@ from perilune.files import write_json
 from perilune.learn.training_settings import LearnerSettings
 from perilune.models.attention import PackedAttention
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
+from perilune.models.config.layer_kinds import DeltaRule
 from perilune.models.decoder import Decoder
 from perilune.models.logprobs import token_logprobs
 from perilune.models.memory import (
@@ -35,7 +36,9 @@ from perilune.tasks.stage.memory_plan import (
     ASSUMED_PROMPT_TOKENS,
     MAX_CACHE_BYTES,
     MAX_SLOTS,
+    OTHER_PROCESSES,
     CacheSettings,
+    StageMemory,
     engine_size,
     max_slots,
     plan_stage_memory,
@@ -254,3 +257,57 @@ def test_plan_refuses_an_unsupported_model_type(task: str, large: dict[str, Any]
     write_json(Path(large["path"]) / "config.json", QWEN3_0_6B | {"model_type": "mamba"})
     with pytest.raises(RequestError, match="model_type is 'mamba'"):
         derived(task, model=large)
+
+
+def test_plan_counts_a_teacher_beside_an_adapter_and_a_reward_model(large: dict[str, Any]) -> None:
+    weights = 4 * get_model_card(DecoderConfig.from_hf(QWEN3_0_6B)).parameters
+    for options in ({}, {"lora": {"base": "int8"}}):
+        distill = load_plugin("distill").plan(make_job("distill", model=large, **options))["memory"]
+        assert isinstance(distill, StageMemory) and distill.persistent["reference"] == weights
+    rl = load_plugin("rl").plan(make_job("rl", model=large, reward_model="scores"))["memory"]
+    assert isinstance(rl, StageMemory) and rl.persistent["reward model"] == weights
+
+
+def test_advice_on_the_budget_counts_the_parts_that_a_stage_adds(large: dict[str, Any]) -> None:
+    need = load_plugin("rl").plan(make_job("rl", model=large, asynchronous={}, token_budget=4096))["memory"]
+    assert isinstance(need, StageMemory) and need.persistent[OTHER_PROCESSES] > 1 << 30
+    available = need.total - (1 << 30)
+    fitting = int(need.fitting(available).removeprefix("lower token_budget to "))
+    options = {"model": large, "asynchronous": {}, "token_budget": fitting}
+    fits = load_plugin("rl").plan(make_job("rl", **options))["memory"]
+    assert isinstance(fits, StageMemory) and fits.total <= available
+
+
+def test_sharded_processes_on_a_cpu_divide_its_memory(
+    large: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a whole copy of the weights, and an engine."""
+    job = make_job("rl", model=large)
+    need = load_plugin("rl").plan(job)["memory"]
+    assert isinstance(need, StageMemory)
+    observed = machine.observe_machine()
+    memory = machine.Memory(need.total, need.total)
+    monkeypatch.setattr(
+        machine, "observe_machine", lambda: dataclasses.replace(observed, memory=memory, gpus=())
+    )
+    machine.require_memory(need, job.resources)
+    both = job.resources.model_copy(update={"processes": 2, "sharded": True})
+    with pytest.raises(RequestError, match="GiB for each process"):
+        machine.require_memory(need, both)
+
+
+def test_gpu_plan_counts_the_states_that_a_recomputed_layer_keeps() -> None:
+    small = DeltaRule(layers=(0, 1), key_heads=1, heads=2, key_size=8, value_size=8)
+    config = TINY.replace(architecture="qwen3_5_text", delta=small)
+    large = config.replace(delta=dataclasses.replace(small, heads=64, key_size=128, value_size=128))
+    few, many = (learning_bytes(c, 512, 8, recompute=True, gpu="float32") for c in (config, large))
+    states = 64 * 64 * 128 * 128 * 4  # bytes of the states of one sequence in one layer
+    assert many - few > 64 * states * 0.9
+
+
+def test_asynchronous_training_on_several_machines_is_refused() -> None:
+    job = make_job("rl", asynchronous={})
+    load_plugin("rl").plan(job)
+    several = job.model_copy(update={"resources": job.resources.model_copy(update={"nodes": 2})})
+    with pytest.raises(RequestError, match="asynchronous training has one learner process"):
+        load_plugin("rl").plan(several)

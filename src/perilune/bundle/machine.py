@@ -127,7 +127,7 @@ def require_memory(need: Need, resources: Resources) -> Need:
         if not machine.gpus:  # the driver does not report the memory
             return need
         name, available = f"the {machine.gpus[0].name}", machine.gpus[0].memory
-    elif not resources.sharded:
+    else:  # sharded processes too have a whole copy of the weights and an engine each
         available //= resources.processes
     if need.total > available:
         each = " for each process" if resources.processes > 1 else ""

@@ -304,7 +304,7 @@ def learning_bytes(
         item = _GPU_ITEM_BYTES[gpu]
         if recompute:  # the layer being computed needs 2.5 times its activations, and then not the logits
             inputs = tokens * _FLOAT_BYTES * card.hidden_size * len(card.layers)
-            layer = round(2.5 * tokens * card.layer_bytes(length, item))
+            layer = round(2.5 * tokens * card.layer_bytes(length, item)) + states * _FLOAT_BYTES
             return inputs + max(layer, logits + parts)
         return tokens * card.activation_bytes(length, item) + states * _FLOAT_BYTES + logits + parts
     activations = tokens * card.activation_bytes(length, item_bytes, recompute=recompute)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -11,6 +12,7 @@ from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
 from perilune.learn.training_settings import LearnerSettings
 from perilune.models.config.decoder_config import DecoderConfig
+from perilune.models.memory import base_bytes
 from perilune.plural import plural
 from perilune.tasks.stage.defaults import ForgettingSpec
 from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
@@ -68,7 +70,7 @@ class DistillSpec(EvaluatedSpec, LearnerSettings, SamplingSpec, ForgettingSpec):
         Raises:
             RequestError: when the answers leave no room for a prompt.
         """
-        return plan_stage_memory(
+        plan = plan_stage_memory(
             config,
             samples=max(self.prompts * self.samples, self.eval.tasks * self.eval.samples if self.eval else 0),
             max_tokens=self.max_tokens,
@@ -77,6 +79,10 @@ class DistillSpec(EvaluatedSpec, LearnerSettings, SamplingSpec, ForgettingSpec):
             learner=self,
             cache=CacheSettings(device, self.precision),
         )
+        if self.lora is None:
+            return plan
+        teacher = base_bytes(config, "float32")  # the base of an adapter is no teacher
+        return replace(plan, persistent={**plan.persistent, "reference": teacher})
 
 
 class Distill(Stage[DistillSpec]):

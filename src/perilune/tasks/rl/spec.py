@@ -12,6 +12,7 @@ from perilune.bundle.plugin import Consumes
 from perilune.learn.process_rewards import ProcessRewardField
 from perilune.learn.training_settings import AlgorithmSettings, LearnerSettings
 from perilune.models.config.decoder_config import DecoderConfig
+from perilune.models.memory import base_bytes
 from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings, default_corrections
 from perilune.tasks.rl.auxiliary_rewards import AuxiliaryRewards
 from perilune.tasks.rl.curriculum_settings import CurriculumSettings
@@ -99,6 +100,9 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
         )
         if self.sub_agent_checkpoint is not None:
             plan = replace(plan, persistent={**plan.persistent, "sub-agents": sampling.total})
+        if self.reward_model is not None:  # the plan assumes the size of the policy
+            reward_model = base_bytes(config, "float32")
+            plan = replace(plan, persistent={**plan.persistent, "reward model": reward_model})
         if self.asynchronous is None:
             return plan
         local = self.asynchronous.workers if self.asynchronous.ray is None else 0

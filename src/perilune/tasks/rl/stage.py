@@ -96,11 +96,11 @@ def _check_verdicts(spec: RLSpec, job: Job) -> None:
 def _check_asynchronous(job: Job) -> None:
     """Check that the job's rollouts can run in processes of their own."""
     where = f"stages.{job.stage}.asynchronous"
-    if job.resources.processes > 1:
+    if job.resources.processes * job.resources.nodes > 1:
         raise RequestError(
             "asynchronous training has one learner process",
             where=where,
-            remedy="remove resources.processes; `workers` sets the number of rollout processes",
+            remedy="use one process on one machine; `workers` sets the number of rollout processes",
         )
     settings = job.spec["asynchronous"]
     if job.secrets and settings["ray"] is not None:

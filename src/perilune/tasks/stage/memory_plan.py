@@ -140,6 +140,7 @@ class StageMemory(MemoryPlan):
     def fitting(self, available: int) -> str:
         """Return advice to fit into `available` bytes: a lower token budget, or settings that save more."""
         budgets = range(MIN_TOKEN_BUDGET, self.token_budget)
+        available -= self.total - self.replan(self.token_budget).total  # parts that a stage has added
         fits = bisect_right(budgets, available, key=lambda budget: self.replan(budget).total)
         if fits:
             return f"lower token_budget to {budgets[fits - 1]}"
