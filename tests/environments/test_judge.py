@@ -1,5 +1,6 @@
 """A judge behind an OpenAI-compatible HTTP server: rewards, failures, and the audit."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,7 +38,8 @@ def test_judge_grade_becomes_reward_next_to_verifier_score(
     path, token, body = server.seen[0]
     assert (path, token) == ("/v1/chat/completions", "Bearer secret")
     assert body["temperature"] == 0 and body["messages"][0]["content"].endswith(f"Answer:\n{gold}")
-    assert environment.score(task, Transcript(gold, finished=False)).reward == 0.0 and len(server.seen) == 2
+    cut_off = environment.score(task, Transcript(gold, finished=False))
+    assert cut_off == Score(0.0, {"judge": 0.0}, {"gold": 0.0}) and len(server.seen) == 2
     environment.close()
 
 
@@ -83,6 +85,18 @@ def test_judge_rejects_invalid_settings(server: Any) -> None:
         make_environment(section(server, url="ftp://host"))
     with pytest.raises(RequestError, match="not a regular expression"):
         make_environment(section(server, grade="("))
+    with pytest.raises(RequestError, match="would have no effect"):
+        make_environment(section(server, rewards={"verifier": 0.5}))
+
+
+def test_judge_scores_questions_without_right_answers(server: Any, tmp_path: Any) -> None:
+    rows = [json.dumps({"prompt": f"Say something about {number}."}) for number in range(60)]
+    (tmp_path / "open.jsonl").write_text("\n".join(rows))
+    asked = section(server, tasks={"id": "jsonl", "path": "open.jsonl", "match": None})
+    stages = [{"name": "rl", "task": "rl", "checkpoint": "model", "steps": 1}]
+    recipe = {"name": "judged", "model": {"preset": "tiny"}, "environment": asked, "stages": stages}
+    (tmp_path / "judged.yaml").write_text(json.dumps(recipe))
+    assert load_recipe(str(tmp_path / "judged.yaml"), ()).environment["id"] == "judge"
 
 
 def test_audit_finds_prompt_injection_of_obedient_judge(server: Any) -> None:

@@ -136,10 +136,9 @@ def _require_scoring(recipe: Recipe) -> None:
     sections += [(("stages", n, "environment"), stage.environment) for n, stage in enumerate(recipe.stages)]
     registry = import_environment_registry()
     for location, whole in sections:
-        parts = {
-            (*location, *registry.part_path(whole, name)): part
-            for name, part in registry.part_sections(whole).items()
-        }
+        is_one = bool(whole) and whole in registry.scoring_sections(whole)  # a judge scores for its tasks
+        sections_of = {} if is_one else registry.part_sections(whole)
+        parts = {(*location, *registry.part_path(whole, name)): part for name, part in sections_of.items()}
         for path, section in (parts or {location: whole}).items():
             if not section or section.get(registry.REWARDS) or registry.has_verdict(section):
                 continue

@@ -108,7 +108,10 @@ class JudgeEnvironment(SingleTurn):
     def score(self, task: Task, transcript: Transcript) -> Outcome:
         """Score an answer by the judge's grade, from 0 to 1."""
         try:
-            gold = {GOLD_METRIC: self._borrowed.score(task, transcript.text).reward} if self._verifies else {}
+            gold = {}
+            if self._verifies:
+                verdict = self._borrowed.score(task, transcript.text, finished=transcript.finished)
+                gold = {GOLD_METRIC: verdict.reward}
             reward = (
                 self._request_grade(self._render_prompt(task, transcript.text))
                 if transcript.finished

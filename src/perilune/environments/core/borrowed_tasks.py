@@ -68,14 +68,14 @@ class BorrowedTasks:
         reply = getattr(self.environment, "reply", lambda task, answer: answer)
         return self.score(task, reply(task, answer))
 
-    def score(self, task: Task, answer: str) -> Score:
+    def score(self, task: Task, answer: str, *, finished: bool = True) -> Score:
         """Return the score of an answer to one of these tasks.
 
         Raises:
             EpisodeFailedError: when it cannot be scored.
         """
         with self._lock:
-            (outcome,) = self._scorer.score([(task, Transcript(answer))])
+            (outcome,) = self._scorer.score([(task, Transcript(answer, finished))])
         if isinstance(outcome, Failure):
             raise EpisodeFailedError(outcome.boundary, outcome.reason)
         return outcome

@@ -267,6 +267,9 @@ def _apply_sections(environment: Environment, spec: Mapping[str, Any]) -> Enviro
             raise RequestError("belongs to a part", where="environment.context", remedy="set it in each part")
         context_settings = _parse_shared_section(ContextSettings, managed_context.CONTEXT_KEY, spec)
         environment = ManagedContext(environment, context_settings)
+    if spec.get(REWARDS) and getattr(environment, "is_judge", False):
+        what = "the judge's grade is the reward, so the terms in `rewards` would have no effect"
+        raise RequestError(what, where=REWARDS, remedy="remove it, or write it in environment.tasks")
     if spec.get(REWARDS) and not has_parts:
         return WeightedRewards(environment, spec[REWARDS])
     return environment
