@@ -170,6 +170,19 @@ def test_malformed_message_is_environment_failure():
         server.shutdown()
 
 
+def test_error_field_of_server_does_not_replace_chosen_field():
+    def answer(socket):
+        socket.recv()
+        socket.send('{"data": {"observation": {"text": "a", "error": ""}, "reward": 0, "done": false}}')
+
+    with serve(answer, "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        _, _, session = open_session(section(f"http://127.0.0.1:{server.socket.getsockname()[1]}"))
+        assert session.observation.messages == ({"role": "tool", "content": "a"},)
+        session.close()
+        server.shutdown()
+
+
 def test_invalid_url_is_rejected_and_missing_package_is_named(monkeypatch):
     for url in ("127.0.0.1:80", "file:///etc/passwd", "ws://host"):
         with pytest.raises(RequestError, match="HOST"):

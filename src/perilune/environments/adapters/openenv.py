@@ -21,6 +21,8 @@ from perilune.environments.core.splits import generate_task_ids
 from perilune.errors import requires_extra
 from perilune.frozen import Frozen
 
+_REFUSAL: Mapping[str, Any] = {"error": "that is no valid action"}
+
 
 class OpenEnvSpec(Frozen):
     """The environment section of a recipe, for `id: openenv`."""
@@ -90,7 +92,7 @@ class OpenEnvEnvironment(MultiTurn):
                 response = None if action is None else server.request("step", action)
                 if response is None:
                     illegal, reward = illegal + 1, 0.0
-                    observation = {"error": "that is no valid action"}
+                    observation = _REFUSAL
                 else:
                     observation, reward, done = _parse_response(response)
             yield end_episode(reward, metrics={"illegal": float(illegal)})
@@ -111,7 +113,7 @@ class OpenEnvEnvironment(MultiTurn):
 
     def _render(self, observation: Mapping[str, Any]) -> str:
         field = self.spec.observation
-        if field is None or "error" in observation:
+        if field is None or observation is _REFUSAL:
             fields = {name: value for name, value in observation.items() if name != "metadata"}
             return json.dumps(fields, ensure_ascii=False)
         if field not in observation:
