@@ -50,3 +50,18 @@ def test_blackjack_cards_depend_on_seed():
 def test_gymnasium_rejects_unknown_setting():
     with pytest.raises(RequestError, match=r"environment\.config"):
         make_environment(section("Taxi-v4", config={"wings": 2}))
+
+
+def test_taxi_shows_taxi_passenger_and_goal_in_their_own_brackets():
+    environment = make_environment(section("Taxi-v4"))
+    task = next(environment.tasks("train", 0))
+    for seed in range(30):
+        shown = environment.reset(task, seed).observation.messages[0]["content"]
+        assert "\x1b" not in shown and [shown.count(mark) for mark in "[({"] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("config", [{}, {"is_slippery": True}, {"is_slippery": False}])
+def test_prompt_says_whether_ice_is_slippery(config):
+    environment = make_environment(section("FrozenLake-v1", config=config))
+    (message,) = next(environment.tasks("train", 0)).prompt
+    assert ("slippery" in message["content"]) == config.get("is_slippery", True)

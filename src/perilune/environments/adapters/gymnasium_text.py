@@ -17,12 +17,14 @@ from perilune.environments.core.splits import generate_task_ids
 from perilune.errors import RequestError, requires_extra
 from perilune.frozen import Frozen
 
-_HIGHLIGHTED = re.compile(r"\x1b\[\d+m(.*?)\x1b\[0m")  # the player's position, printed in color
+_COLORED = re.compile(r"\x1b\[([\d;]+)m([^\x1b]*)\x1b\[0m")
+_BRACKETS = {"34;1": "()", "35": "{}"}  # by color; all others show the player's position
+_SLIPPERY = " The ice is slippery."
 
 Game = Literal["FrozenLake-v1", "CliffWalking-v1", "Taxi-v4", "Blackjack-v1"]
 _GAMES: dict[str, tuple[str, tuple[str, ...], float]] = {  # rules, moves, and the least reward of a move
     "FrozenLake-v1": (
-        "Walk from S to G over frozen tiles F; holes H end it. The ice is slippery. [] is where you are.",
+        f"Walk from S to G over frozen tiles F; holes H end it.{_SLIPPERY} [] is where you are.",
         ("left", "down", "right", "up"),
         0.0,
     ),
@@ -33,7 +35,7 @@ _GAMES: dict[str, tuple[str, tuple[str, ...], float]] = {  # rules, moves, and t
     ),
     "Taxi-v4": (
         "Drive the taxi to the passenger, pick up, drive where the passenger wants to go, and drop off."
-        " | is a wall; [] is the taxi.",
+        " | is a wall; [] is the taxi, () the waiting passenger, {} where the passenger wants to go.",
         ("south", "north", "east", "west", "pickup", "dropoff"),
         -10.0,
     ),
@@ -69,6 +71,8 @@ class GymnasiumEnvironment(MultiTurn):
         self.id = f"gymnasium/{spec.game}"
         self.max_turns = spec.turns
         self._rules, self._moves, self._min_reward = _GAMES[spec.game]
+        if not spec.config.get("is_slippery", True):
+            self._rules = self._rules.replace(_SLIPPERY, "")
         self._make_game().close()
 
     @staticmethod
@@ -117,5 +121,13 @@ def _render(game: Any, state: Any) -> str:
     if isinstance(state, tuple):
         player, dealer, ace = (int(value) for value in state)
         return f"you have {player}{' with an ace as 11' if ace else ''}, the dealer shows {dealer}"
-    lines = _HIGHLIGHTED.sub(r"[\1]", game.render()).strip("\n").splitlines()
+    text: str = game.render()
+    while _COLORED.search(text):  # from the inside, because a place may have several colors
+        text = _COLORED.sub(_put_in_brackets, text)
+    lines = text.strip("\n").splitlines()
     return "\n".join(line.rstrip() for line in lines if not line.startswith("  ("))
+
+
+def _put_in_brackets(colored: re.Match[str]) -> str:
+    brackets = _BRACKETS.get(colored[1], "[]")
+    return f"{brackets[0]}{colored[2]}{brackets[1]}"
