@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from perilune.cli.data.records import app
 from perilune.data.filtering import FilterSettings, filter_files
-from perilune.data.records import TraceRecord, read_records, write_records
+from perilune.data.records import TraceRecord, deduplicate, read_records, write_records
 from perilune.data.similarity import Contamination, minhash_signature
 from perilune.errors import RequestError
 
@@ -224,3 +224,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
         return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
     assert peak(20_000) - peak(1_000) < 12_000  # KiB; the lines alone are 9 MiB, parsed several times that
+
+
+def test_filter_keeps_conversations_of_sub_agents_and_of_player(tmp_path):
+    own = record("all in all")
+    parts = [own.of_sub_agent(str(n), record(f"part {n}", prompt=f"{n}?").messages) for n in range(2)]
+    kept, reasons, _ = run_filter(tmp_path, [*parts, own])
+    assert kept == [*parts, own] and not reasons and list(deduplicate([*parts, own])) == kept

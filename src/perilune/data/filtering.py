@@ -120,7 +120,8 @@ class _LineFilter:
             return "broken", line.problem
         reason = self._check_record(record) or self._check_duplicate(record, place)
         if reason is None:
-            self._index.add_score(f"{record.environment}\0{record.task_id}".encode(), record.score, place)
+            task = "\0".join((record.environment, record.task_id, record.agent))
+            self._index.add_score(task.encode(), record.score, place)
         return reason
 
     def _check_record(self, record: TraceRecord) -> tuple[str, str] | None:

@@ -72,9 +72,14 @@ class TraceRecord:
         return replace(self, messages=messages, details={**(self.details or {}), _AGENT_KEY: agent})
 
     @property
+    def agent(self) -> str:
+        """The sub-agent whose conversation it is; "" for the player's own."""
+        return str((self.details or {}).get(_AGENT_KEY, ""))
+
+    @property
     def is_sub_agent(self) -> bool:
         """True for the conversation of a sub-agent."""
-        return _AGENT_KEY in (self.details or {})
+        return self.agent != ""
 
     @property
     def is_mixed(self) -> bool:
@@ -131,11 +136,11 @@ def read_records(path: Path) -> list[TraceRecord]:
 
 
 def deduplicate(records: Iterable[TraceRecord]) -> Iterator[TraceRecord]:
-    """Keep the first record of each (environment, task_id), and of each digest unless it is mixed."""
+    """Keep the first record of each agent in a task, and of each digest unless it is mixed."""
     digests: set[str] = set()
-    tasks: set[tuple[str, str]] = set()
+    tasks: set[tuple[str, str, str]] = set()
     for record in records:
-        task = (record.environment, record.task_id)
+        task = (record.environment, record.task_id, record.agent)
         if (record.is_mixed or record.digest not in digests) and task not in tasks:
             digests.add(record.digest)
             tasks.add(task)
