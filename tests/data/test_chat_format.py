@@ -56,6 +56,22 @@ def test_openai_and_sharegpt_round_trips_preserve_messages(messages):
     assert from_sharegpt(json.loads(json.dumps(to_sharegpt(messages)))) == messages
 
 
+@pytest.mark.parametrize("text", ["no", block({"name": "f", "arguments": {}})])
+def test_conversions_keep_messages_that_are_not_learned(text):
+    asked = {"role": "user", "content": "?"}
+    messages = [
+        asked,
+        {"role": "assistant", "content": text, "weight": 0},
+        asked,
+        {"role": "assistant", "content": "2"},
+    ]
+    written = to_openai(messages)
+    assert from_openai(written) == from_sharegpt(to_sharegpt(messages)) == messages
+    assert from_openai([*written[:-1], {**written[-1], "weight": 1}]) == messages
+    with pytest.raises(RequestError, match="a weight other than 0 and 1"):
+        from_openai([*written[:-1], {**written[-1], "weight": 0.5}])
+
+
 @st.composite
 def agents(draw):
     """Messages as an API returns them: tool calls with ids, and results in any order."""

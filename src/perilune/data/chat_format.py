@@ -17,7 +17,7 @@ from typing import Any
 
 from perilune.errors import RequestError
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 _CALLS = re.compile(
     r"(?P<said>.*?)(?P<calls>(?:^|\n)<tool_call>\n[^\n]*\n</tool_call>(?:\n<tool_call>\n[^\n]*\n</tool_call>)*)\Z",
@@ -34,7 +34,7 @@ _ROLES_BY_SHAREGPT_NAME = {
 _SHAREGPT_NAMES = {"system": "system", "user": "human", "assistant": "gpt", "tool": "tool"}
 
 
-def to_openai(messages: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+def to_openai(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages in OpenAI's format, with numbered `tool_calls` and results with the ids of their calls.
 
     A result without a call, as from an environment with its own action syntax, has no id.
@@ -52,13 +52,14 @@ def to_openai(messages: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
         pending = [f"call_{count + index}" for index in range(len(calls))]
         count += len(calls)
         if not calls:
-            converted.append({"role": role, "content": content})
+            converted.append({"role": role, "content": content, **_unlearned(message, role)})
             continue
         written = [
             {"id": name, "type": "function", "function": {**call, "arguments": _dump_json(call["arguments"])}}
             for name, call in zip(pending, calls, strict=True)
         ]
-        converted.append({"role": role, "content": text or None, "tool_calls": written})
+        row = {"role": role, "content": text or None, "tool_calls": written}
+        converted.append({**row, **_unlearned(message, role)})
     return converted
 
 
@@ -77,9 +78,10 @@ def from_openai(messages: Any) -> list[Message]:
         _require(isinstance(message, dict), f"{where} is not a message")
         role = ROLES.get(str(message.get("role")))
         _require(role is not None, f"{where} has the role {message.get('role')!r}")
-        allowed = {"role", "content"} | {"assistant": {"tool_calls"}, "tool": {"tool_call_id", "name"}}.get(
-            str(role), set()
-        )
+        allowed = {"role", "content"} | {
+            "assistant": {"tool_calls", "weight"},
+            "tool": {"tool_call_id", "name"},
+        }.get(str(role), set())
         more = [key for key, value in message.items() if key not in allowed and value]
         _require(not more, f"{where} has {', '.join(more)}, which a record cannot hold")
         content = read_content(message.get("content"), where)
@@ -96,13 +98,21 @@ def from_openai(messages: Any) -> list[Message]:
         written = [_convert_call(call, where) for call in calls]
         pending = dict.fromkeys(str(call.get("id") or f"call {number}") for number, call in enumerate(calls))
         _require(len(pending) == len(calls), f"{where} has two calls with the same id")
-        converted.append({"role": str(role), "content": _join_calls(content, written)})
+        row = {"role": str(role), "content": _join_calls(content, written)}
+        converted.append({**row, **_unlearned(message, role)})
     return converted + _ordered_results(pending, "the end")
 
 
-def to_sharegpt(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+def to_sharegpt(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Turns in ShareGPT's format, `from` system, human, gpt or tool with a `value`; calls stay text."""
-    return [{"from": _SHAREGPT_NAMES[message["role"]], "value": message["content"]} for message in messages]
+    return [
+        {
+            "from": _SHAREGPT_NAMES[message["role"]],
+            "value": message["content"],
+            **_unlearned(message, message["role"]),
+        }
+        for message in messages
+    ]
 
 
 def from_sharegpt(conversations: Any) -> list[Message]:
@@ -120,12 +130,20 @@ def from_sharegpt(conversations: Any) -> list[Message]:
         )
         if turn.get("from") == "function_call":
             call = _parse_object(turn["value"], where)
-            converted.append({"role": "assistant", "content": _join_calls("", [_render_call(call, where)])})
+            content = _join_calls("", [_render_call(call, where)])
+            converted.append({"role": "assistant", "content": content, **_unlearned(turn, "assistant")})
             continue
         role = _ROLES_BY_SHAREGPT_NAME.get(str(turn.get("from")))
         _require(role is not None, f"{where} is from {turn.get('from')!r}")
-        converted.append({"role": str(role), "content": turn["value"]})
+        converted.append({"role": str(role), "content": turn["value"], **_unlearned(turn, role)})
     return converted
+
+
+def _unlearned(message: Mapping[str, Any], role: str | None) -> dict[str, int]:
+    """Return `weight` 0 of a message of the assistant that is not learned; empty for all others."""
+    weight = message.get("weight")
+    _require(role != "assistant" or weight in (None, 0, 1), "a message has a weight other than 0 and 1")
+    return {"weight": 0} if role == "assistant" and weight == 0 else {}
 
 
 def _split_calls(content: str) -> tuple[str, list[dict[str, Any]]]:
