@@ -46,6 +46,7 @@ def test_parse_finds_written_answer(name: str, answer: str) -> None:
         ("json", '{"answer": null}', None),
         ("json", '{"answer": NaN}', None),
         ("json", '{"result": 7}', None),
+        ("json", "\\frac{1}{2} + " * 300 + '{"answer": 7}', "7"),
         ("json", "{answer: 7}", None),
         ("json", '{x} {"answer": true}', "true"),
         ("last_number", "3 + 4 = 7.", "7"),

@@ -16,6 +16,7 @@ from perilune.files import reject_constant
 
 FormatName = Literal["answer_tags", "boxed", "json", "last_number", "after_think"]
 THINK_END = "</think>"
+_JSON_START = re.compile(r'\{(?=\s*")')  # unlike braces of LaTeX or code
 _MAX_JSON_OBJECTS = 200  # in one text; bounds the time that a hostile text can take
 
 
@@ -94,9 +95,10 @@ def _find_json_answers(text: str) -> list[str]:
     answers: list[str] = []
     end = 0
     for _ in range(_MAX_JSON_OBJECTS):
-        start = text.find("{", end)
-        if start < 0:
+        opening = _JSON_START.search(text, end)
+        if opening is None:
             return answers
+        start = opening.start()
         try:
             value, end = decoder.raw_decode(text, start)
         except _DuplicateKeyError:
