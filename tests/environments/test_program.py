@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 
 from perilune.environments import make_environment
-from perilune.environments.core.protocol import AgentTurn, Failure, Observation, Score, Transcript
+from perilune.environments.core.protocol import (
+    AgentTurn,
+    EpisodeFailedError,
+    Failure,
+    Observation,
+    Score,
+    Transcript,
+)
 from perilune.environments.core.registry import file_fields
 from perilune.environments.program.chat import ChatAnswer, RefusedCallError, read_request
 from perilune.environments.program.conversations import Conversations
@@ -52,6 +59,16 @@ def play(spec: dict[str, Any], *replies: str, count: int = 1) -> list[RemoteSess
             sessions.step([(run, [reply], True) for run in going])
         sessions.close(opened)
     return opened
+
+
+def test_task_text_may_contain_a_placeholder(tmp_path: Path) -> None:
+    rows = [json.dumps({"prompt": f"open({{file}}) {n}", "answer": "1"}) for n in range(40)]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(rows))
+    command = ["python", "-c", "import sys; sys.exit(sys.argv[1])", "{task}"]
+    environment: Any = make_environment(section(tmp_path / "tasks.jsonl", command=command))
+    with pytest.raises(EpisodeFailedError, match=r"open\(\{file\}\)"):
+        environment.reset(next(environment.tasks("train", 0)), 0)
+    environment.close()
 
 
 def processes() -> str:

@@ -1,5 +1,6 @@
 """The base of environments that start a program for each episode, with the tasks of another environment."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -161,6 +162,6 @@ class LaunchedEnvironment(MultiTurn):
 
 
 def _fill_placeholders(word: str, placeholders: Mapping[str, str]) -> str:
-    for name, value in placeholders.items():
-        word = word.replace(name, value)
-    return word
+    """Return the word with all placeholders replaced at once, because the text of a task may contain one."""
+    names = "|".join(map(re.escape, placeholders))
+    return re.sub(names, lambda name: placeholders[name[0]], word)
