@@ -163,6 +163,8 @@ def test_collect_adds_the_system_message_of_a_strategy(tmp_path: Path) -> None:
         ("Work it out: 78015;615", "copies"),
         ("I WORK  it\nout, 615", "copies"),
         ("As  instructed, 615", "mentions its instructions: 'as instructed'"),
+        ("The system prompts say 615", "mentions its instructions: 'system prompt'"),
+        ("She has instructed the hinterland", None),
         ("work;615", None),  # 4 characters are shorter than the n-gram of 8
     ],
 )

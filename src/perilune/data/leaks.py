@@ -30,13 +30,19 @@ def find_leak(
     """
     body, known, secret = (_normalize(part) for part in (text, prompt, hint))
     for phrase in phrases:
-        if (plain := _normalize(phrase)) in body and plain not in known:
+        if _mentions(text, phrase) and not _mentions(prompt, phrase):
             return f"mentions its instructions: {phrase!r}"
     for start in range(len(secret) - ngram + 1):
         part = secret[start : start + ngram]
         if part in body and part not in known:
             return f"copies {part!r} from the system message"
     return None
+
+
+def _mentions(text: str, phrase: str) -> bool:
+    """Return whether a text has the words of a phrase, perhaps in the plural."""
+    words = r"\s*".join(map(re.escape, phrase.casefold().split()))
+    return bool(words) and re.search(rf"(?<!\w){words}s?(?!\w)", text.casefold()) is not None
 
 
 def _normalize(text: str) -> str:
