@@ -51,6 +51,11 @@ def sandbox():
         yield shared
 
 
+def test_files_with_holes_do_not_break_the_next_run(sandbox):
+    code = f"open('a', 'w').write('x')\nopen('b', 'wb').truncate({LIMITS.scratch_bytes - 1})"
+    assert sandbox.run("print(1)", sandbox.run(code).files).output == "1\n"
+
+
 def test_run_reads_given_files_and_returns_written_files(sandbox):
     code = "text = open('in/rows.csv').read()\nopen('out.txt', 'w').write(text.upper())\nprint(len(text))"
     result = sandbox.run(code, {"in/rows.csv": b"a,b\n"})

@@ -29,6 +29,7 @@ from perilune.sandbox.seccomp import call_filter
 
 SANDBOX_USER_ID = 1000
 MAX_DESCRIPTORS = 128  # descriptor limit of the supervisor, inherited by its children
+_PAGE_BYTES = resource.getpagesize()
 _MAX_DEPTH = 8  # nesting of folders from which files are collected
 
 
@@ -202,9 +203,12 @@ def _collect_files(limits: SandboxLimits) -> dict[str, str]:
         with contextlib.suppress(OSError, UnicodeError):
             str(path).encode()
             status = path.lstat()
-            if stat.S_ISREG(status.st_mode) and status.st_size <= room and len(files) < count:
+            size = (
+                -(-status.st_size // _PAGE_BYTES) * _PAGE_BYTES
+            )  # that the next run needs for a file with holes
+            if stat.S_ISREG(status.st_mode) and size <= room and len(files) < count:
                 files[str(path)] = base64.b64encode(path.read_bytes()).decode()
-                room -= status.st_size
+                room -= size
     return files
 
 
