@@ -63,6 +63,15 @@ def test_every_row_is_in_one_split_for_every_seed(section):
     assert task.data["level"] in (0, 1, 2) and task.data["answer"].isdigit()
 
 
+@pytest.mark.parametrize(
+    ("rule", "what"),
+    [({"value": "dev"}, "without column"), ({"share": 0.2, "column": "split"}, "choose one")],
+)
+def test_held_out_rule_without_effect_is_refused(section, rule, what):
+    with pytest.raises(RequestError, match=what):
+        make_environment(section | {"heldout": rule})
+
+
 def test_heldout_rows_come_from_column_or_file(tmp_path, section):
     marked = [row | {"split": "test" if n < 4 else "train"} for n, row in enumerate(rows(10))]
     by_column = write_rows(tmp_path / "marked.jsonl", marked) | {"heldout": {"column": "split"}}

@@ -66,6 +66,13 @@ class HeldOut(Frozen):
     def _require_one_rule(self) -> HeldOut:
         if self.column is not None and self.path is not None:
             raise ValueError("has both column and path; choose one")
+        given = {
+            name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default
+        }
+        if "value" in given and self.column is None:
+            raise ValueError("has value without column; name the column")
+        if "share" in given and given & {"column", "path"}:
+            raise ValueError("has share, and column or path; choose one")
         return self
 
     def is_held_out(self, row: Row) -> bool:
