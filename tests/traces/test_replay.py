@@ -10,6 +10,7 @@ import pytest
 from trace_cases import NAME, TOKENIZER, calculations, draft, played, replay, suite_of, tasks, tokenizer_of
 
 from perilune.environments.core.episode_totals import EpisodeTotals
+from perilune.environments.core.registry import make_environment
 from perilune.errors import RequestError
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.rollout.worker import RolloutWorker
@@ -18,7 +19,7 @@ from perilune.traces.causes import choose_cassettes, cluster_cassettes, describe
 from perilune.traces.gate import run_suite
 from perilune.traces.oracle import Difference, make_expectation
 from perilune.traces.replay import Replay, Replayer
-from perilune.traces.suite import Suite
+from perilune.traces.suite import Case, Suite, write_suite
 
 
 @pytest.fixture(scope="module")
@@ -172,3 +173,20 @@ def test_environment_error_is_recorded_as_outcome() -> None:
     (cut,) = played([draft(section, task, 0, [code, code])])
     assert cut.tracks[0].verdict.finish_reason == "length" and describe_cause(cut).startswith("cut off")
     assert TOKENIZER.decode(list(cut.tracks[0].turns[0].tokens)) == code
+
+
+def test_tasks_of_held_out_cases_are_not_trained_on(tapes: list[Cassette], tmp_path: Path) -> None:
+    again = tapes[0].model_copy(update={"sampling": tapes[0].sampling.model_copy(update={"sample": 1})})
+    held = {tapes[0].digest: False, again.digest: True, tapes[1].digest: False}
+    pairs = [(Case(digest=t.digest, cause="", held_out=held[t.digest]), t) for t in (*tapes[:2], again)]
+    write_suite(tmp_path / "suite", pairs, {NAME: TOKENIZER}, "")
+    environment = make_environment({"id": "suite", "path": str(tmp_path / "suite"), "part": "held-out"})
+    trained, evaluated = (
+        {task.task_id for task in environment.tasks(split, 0)} for split in ("train", "heldout")
+    )
+    assert len(trained) == len(evaluated) == 1 and not trained & evaluated
+
+
+def test_run_of_a_part_without_cases_is_an_error(tapes: list[Cassette], tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="no cases in the part held-out"):
+        run_suite(suite_of(tapes, tmp_path), part="held-out")

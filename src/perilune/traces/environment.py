@@ -67,10 +67,11 @@ class SuiteEnvironment(Mixture):
         return {"heldout": sum(1 for _ in self.tasks("heldout", 0))}
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """Yield each task of the part once, shuffled by `seed`."""
+        """Yield each task of the part once, shuffled by `seed`; in training none of a held-out case."""
         cases = self.suite.cases("shown" if split == "train" else self._part)
         tasks = {task.task_id: task for task in (self._tasks[case.digest] for case in cases)}
-        names = sorted(tasks)
+        reserved = self.suite.cases("held-out") if split == "train" else ()
+        names = sorted(tasks.keys() - {self._tasks[case.digest].task_id for case in reserved})
         random.Random(f"suite/{seed}").shuffle(names)
         yield from (tasks[name] for name in names)
 

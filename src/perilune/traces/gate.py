@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from perilune.errors import RequestError
 from perilune.metrics.bootstrap import Interval, paired_difference
 from perilune.metrics.proportion import pass_rate_interval
 from perilune.traces.oracle import Difference, Expectation
@@ -67,9 +68,11 @@ def run_suite(suite: Suite, mode: Mode = "harness", part: Part = "all", seed: in
     """Play the cases of a part.
 
     Raises:
-        RequestError: when the suite is damaged.
+        RequestError: when the suite is damaged, or the part has no cases.
     """
     cases = suite.cases(part)
+    if not cases:
+        raise RequestError(f"the suite has no cases in the part {part}", where=str(suite.root))
     cassettes = [suite.cassettes[case.digest] for case in cases]
     with Replayer(suite.tokenizer) as replayer:
         replays = replayer.rescore(cassettes) if mode == "rescore" else replayer.harness(cassettes)
