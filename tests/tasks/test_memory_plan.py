@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -32,6 +33,8 @@ from perilune.models.memory import (
 from perilune.models.narrow import NarrowWeight
 from perilune.models.native import ops
 from perilune.recipe.load import load_recipe
+from perilune.tasks.distill import loop
+from perilune.tasks.stage import evaluation
 from perilune.tasks.stage.memory_plan import (
     ASSUMED_PROMPT_TOKENS,
     MAX_CACHE_BYTES,
@@ -43,6 +46,7 @@ from perilune.tasks.stage.memory_plan import (
     max_slots,
     plan_stage_memory,
 )
+from perilune.tasks.stage.stage import read_spec
 
 TINY = PRESETS["tiny"]
 WIDE = DecoderConfig(
@@ -311,3 +315,22 @@ def test_asynchronous_training_on_several_machines_is_refused() -> None:
     several = job.model_copy(update={"resources": job.resources.model_copy(update={"nodes": 2})})
     with pytest.raises(RequestError, match="asynchronous training has one learner process"):
         load_plugin("rl").plan(several)
+
+
+def test_engines_that_evaluate_or_distill_have_the_planned_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU allocates the cache of all slots at once."""
+
+    def opened(*arguments: Any) -> None:
+        raise LookupError(f"{arguments[3](TINY, 0, 'cuda').slots} slots")
+
+    monkeypatch.setattr(evaluation, "make_engine", lambda *_, **options: options)
+    monkeypatch.setattr(loop, "open_player", opened)
+    job = make_job("sft", eval={"tasks": 3, "samples": 4})
+    policy: Any = SimpleNamespace(decoder=SimpleNamespace(config=TINY), tokenizer=None)
+    spec: Any = read_spec(load_plugin("sft").spec, job)  # type: ignore[attr-defined]
+    made: Any = evaluation._evaluation_engine(spec, policy, job, None)
+    assert made == {"samples": 12}
+    job = make_job("distill", prompts=3, samples=2)
+    spec = read_spec(load_plugin("distill").spec, job)  # type: ignore[attr-defined]
+    with pytest.raises(LookupError, match="6 slots"):
+        loop.run(None, spec)  # type: ignore[arg-type]

@@ -17,10 +17,11 @@ from perilune.learn.schedules import learning_rate
 from perilune.learn.trainer import Learner
 from perilune.learn.weights import rewards
 from perilune.models.checkpoints.loading import load_checkpoint
+from perilune.models.config.decoder_config import DecoderConfig
 from perilune.rollout.timing import Stopwatch
 from perilune.tasks.distill.stage import DistillSpec
 from perilune.tasks.rl.metrics import compare_lengths
-from perilune.tasks.stage.memory_plan import memory_figures
+from perilune.tasks.stage.memory_plan import StageMemory, memory_figures
 from perilune.tasks.stage.outcomes import outcome_figures
 from perilune.tasks.stage.player import Player, open_player
 from perilune.tasks.stage.policy import Policy, load_recipe_model
@@ -36,7 +37,11 @@ SCHEDULE = 0x0D15  # separates the random numbers of the on-policy schedule from
 
 def run(workspace: Workspace, spec: DistillSpec) -> dict[str, Any]:
     """Train the student and return the stage's summary."""
-    with open_player(workspace, spec.max_tokens, spec) as player:
+
+    def planned(config: DecoderConfig, _: int, device: str) -> StageMemory:
+        return spec.memory_plan(config, device)
+
+    with open_player(workspace, spec.max_tokens, spec, planned) as player:
         student, device = player.policy, player.device
         teacher = _teacher(workspace, device)
         _require_same_tokens(student, teacher)

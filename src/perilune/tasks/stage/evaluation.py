@@ -178,8 +178,8 @@ def _evaluation_engine(
 ) -> Engine:
     """Return the stage's engine; a stage that doesn't sample gets one for its evaluations."""
     if rollouts is None:
-        longest = spec.evaluation_memory(job, policy.decoder.config)["max_tokens"]
-        return make_engine(policy.decoder, longest, policy.tokenizer)
+        room = spec.evaluation_memory(job, policy.decoder.config)
+        return make_engine(policy.decoder, room["max_tokens"], policy.tokenizer, samples=room["samples"])
     assert isinstance(rollouts.engine, Engine)
     return rollouts.engine
 
