@@ -22,8 +22,10 @@ from perilune.control.record.home import Home
 from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError
 from perilune.wiki.build import Wiki, compile_wiki
+from perilune.wiki.facts import Figure, RunFacts
 from perilune.wiki.lint import RULES, lint_wiki
 from perilune.wiki.markdown import HAND_BEGIN, HAND_END, find_citations, make_slug, quote
+from perilune.wiki.plot import plot_runs
 from perilune.wiki.query import Facts
 from perilune.wiki.search import link_sources, rank_passages, split_passages
 from perilune.wiki.slides import render_slides
@@ -257,3 +259,24 @@ def test_wiki_commands(folder: Path, here) -> None:
     assert "0 findings" in run("wiki", "lint")
     (filed,) = (folder / "home" / "wiki" / "questions").glob("*.md")
     assert "of run" in filed.read_text()
+
+
+def test_build_lists_a_recipe_whose_only_setting_has_an_invalid_seed(control: Control) -> None:
+    wiki = build_wiki(control)
+    tampered(control, another_run(control, find_run(control, RUN), 9, figure(0.4), name="spare0"), 0.5)
+    compile_wiki(wiki, wiki.facts(control))
+    assert "Best: <!--= best pass@1 of recipe spare0 stage base -->30.0%" in wiki.pages()["recipes/spare0"]
+
+
+def test_plot_has_a_row_for_each_setting_and_a_dot_for_each_seed() -> None:
+    def run(key: str, seed: int, setting: str, mean: float) -> RunFacts:
+        return RunFacts(
+            key, "e", "words", "base", "evaluate", "succeeded", "", "", 0.0, setting, ("arm=a",), False,
+            seed=seed, figures={"pass@1": Figure(mean)},
+        )  # fmt: skip
+
+    settings = plot_runs([run("1", 0, "x", 0.2), run("2", 0, "y", 0.9)])
+    assert (settings.count("<circle"), settings.count("<line")) == (2, 0)
+    repeated = plot_runs([run("1", 0, "x", 0.2), run("2", 0, "x", 0.9)])
+    assert (repeated.count("<circle"), repeated.count("<line")) == (1, 0)
+    assert plot_runs([run("1", 0, "x", 0.2), run("2", 1, "x", 0.9)]).count("<line") == 1

@@ -115,7 +115,8 @@ def _recipe_page(facts: Facts, name: str, runs: Sequence[RunFacts]) -> Page:
         if figure:
             lines += ["| setting | its own overrides | mean over seeds |", "|---|---|---|"]
             settings = _group_by_setting(current, figure)
-            shared = set.intersection(*(set(group[0].overrides) for group in settings.values()))
+            every = [set(group[0].overrides) for group in settings.values()]
+            shared = set.intersection(*every) if every else set()
             for setting, group in settings.items():
                 query = f"mean {figure} of recipe {name} stage {stage} with setting={setting}"
                 overrides = ", ".join(quote(item) for item in group[0].overrides if item not in shared)

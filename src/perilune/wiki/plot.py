@@ -23,11 +23,11 @@ def plot_runs(runs: Sequence[RunFacts]) -> str:
         return ""
     last = known[-1]
     figure = main_figure(last) or ""
-    rows: dict[str, list[RunFacts]] = {}
+    rows: dict[str, dict[int, RunFacts]] = {}  # by setting and seed
     for run in known:
         if run.stage == last.stage and figure in run.figures:
-            rows.setdefault(", ".join(run.overrides) or f"setting {run.setting}", []).append(run)
-    values = [run.figures[figure].mean for group in rows.values() for run in group]
+            rows.setdefault(run.setting, {})[run.seed] = run
+    values = [run.figures[figure].mean for seeds in rows.values() for run in seeds.values()]
     low, high = min(0.0, *values), max(values)
     high = 1.0 if low >= 0 and high <= 1 and format_figure(figure, Figure(1)).endswith("%") else high
     scale = (WIDTH - LEFT - RIGHT) / ((high - low) or 1.0)
@@ -41,7 +41,9 @@ def plot_runs(runs: Sequence[RunFacts]) -> str:
         f'height="{height}" font-family="sans-serif" font-size="12" fill="{TEXT_COLOR}">',
         f'<text x="{LEFT}" y="18">{escape(f"{last.stage}: {figure}")}</text>',
     ]
-    for index, (name, group) in enumerate(list(rows.items())[:MAX_ROWS]):
+    for index, (setting, seeds) in enumerate(list(rows.items())[:MAX_ROWS]):
+        group = list(seeds.values())
+        name = ", ".join(group[-1].overrides) or f"setting {setting}"
         y, means = TOP + ROW_HEIGHT * index + 13, [run.figures[figure].mean for run in group]
         parts.append(f'<text x="{LEFT - 10}" y="{y + 4}" text-anchor="end">{escape(name[:34])}</text>')
         if len(means) > 1:
