@@ -137,6 +137,16 @@ def test_trail_reads_growing_files_and_follows_the_next_attempt(tmp_path: Path) 
     assert steps(second, ended=True) == []
 
 
+@pytest.mark.parametrize("name", SINKS)
+def test_trackers_get_the_evaluation_before_training(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    write_json_lines(tmp_path / "metrics.jsonl", [{"step": 0, "eval/heldout/pass@1": 0.5}, *STEPS])
+    copy_to_tracker(name, tmp_path / "there", tmp_path)
+    assert READERS[name](tmp_path / "there")["eval/heldout/pass@1"] == [(0, 0.5)]
+
+
 def test_trail_skips_what_is_no_number_and_rows_without_step(tmp_path: Path) -> None:
     rows = [
         [],

@@ -20,7 +20,7 @@ _FORBIDDEN = re.compile(r"[^\w\-. :/]")  # in a metric's name
 class Tracker:
     """One run in one experiment. An earlier copy of the run is deleted, and can be restored in MLflow."""
 
-    after = 0
+    after = -1
 
     def __init__(self, directory: Path, run: TrackedRun) -> None:
         uri = os.environ.get("MLFLOW_TRACKING_URI") or directory.absolute().as_uri()

@@ -13,7 +13,7 @@ from perilune.tracking.trail import Figures
 class Tracker:
     """One run's event file; a new one replaces it."""
 
-    after = 0
+    after = -1
 
     def __init__(self, directory: Path, run: TrackedRun) -> None:
         folder = directory / run.experiment / f"{run.stage}-{run.id}"

@@ -17,7 +17,7 @@ class Figures:
     """The figures of one step.
 
     Attributes:
-        step: from 1.
+        step: from 1; 0 has the evaluation before training.
         seconds: total duration of all steps up to this one.
         values: the finite numbers of metrics.jsonl by name, and of timings.jsonl under "timing/".
     """
@@ -34,7 +34,7 @@ class FigureReader:
     on a CPU they are equal bit for bit.
     """
 
-    def __init__(self, after: int = 0) -> None:
+    def __init__(self, after: int = -1) -> None:
         self._last = after
 
     def read(self, artifacts: Path, *, ended: bool) -> Iterator[Figures]:
