@@ -114,7 +114,12 @@ def test_invalid_trace_error_names_the_line(tmp_path: Path) -> None:
     good = '{"timestamp": 500, "input_length": 4, "output_length": 2, "hash_ids": [1]}\n'
     path.write_text(good)
     assert read_requests(path) == [Arrival(1, 0.5, 4, 2, (1,))]
-    for bad in ("[]", "{", '{"timestamp": 1, "input_length": 0, "output_length": 2}', '{"timestamp": 1}'):
+    bad_lines = [
+        *("[]", "{", '{"timestamp": 1, "input_length": 0, "output_length": 2}', '{"timestamp": 1}'),
+        *(f'{{"timestamp": {time}, "input_length": 4, "output_length": 2}}' for time in ("NaN", "Infinity")),
+        '{"timestamp": 1, "input_length": 1e999, "output_length": 2}',
+    ]
+    for bad in bad_lines:
         path.write_text(good + bad + "\n")
         with pytest.raises(RequestError, match="not a request") as refused:
             read_requests(path)

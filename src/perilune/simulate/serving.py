@@ -8,6 +8,7 @@ the keys and values to decode replicas.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -80,9 +81,13 @@ def read_requests(path: Path) -> list[Arrival]:
             arrival = Arrival(
                 number, row["timestamp"] / 1000, int(row["input_length"]), int(row["output_length"]), hashes
             )
-            if min(arrival.prompt, arrival.output) < 1 or arrival.time < 0 or min(hashes, default=0) < 0:
+            if (
+                min(arrival.prompt, arrival.output) < 1
+                or not 0 <= arrival.time < math.inf
+                or min(hashes, default=0) < 0
+            ):
                 raise ValueError("lengths must be at least 1, times and hashes at least 0")
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise RequestError(
                 f"not a request: {error}",
                 where=f"{path}:{number}",
