@@ -16,8 +16,11 @@ from mcp import ClientSession, StdioServerParameters, stdio_client
 from mcp.types import Tool
 
 from perilune.cli.agents.output import MAX_RESULT_CHARACTERS, mark_untrusted, render
+from perilune.cli.agents.reading import Reader
 from perilune.errors import RequestError
+from perilune.files import write_json_lines
 from perilune.redaction import register_secret
+from perilune.ui.attempt import Attempt
 
 pytestmark = pytest.mark.slow
 
@@ -390,3 +393,19 @@ def test_render_escapes_hidden_characters_and_redacts_secrets() -> None:
     assert text == (
         '{"text":"a\\\\x1b[2Jb\\\\u202ec\\\\u{e0041}d\\\\ud800","log":"key [API_KEY]","sw\\\\u{200b}ord":1}'
     )
+
+
+def test_curves_tool_shows_the_steps_that_have_the_metric(tmp_path: Path) -> None:
+    rows: list[dict[str, float]] = [{"step": step, "reward": 0.5} for step in range(1, 101)]
+    for row in rows[9::10]:
+        row["eval/heldout/pass@1"] = row["step"] / 100
+    write_json_lines(tmp_path / "artifacts" / "metrics.jsonl", rows)
+
+    class Found(Reader):
+        def _find(self, run: str) -> tuple[dict[str, str], Any]:
+            return {"run": run}, Attempt(tmp_path)
+
+    reader, name = Found(None), "eval/heldout/pass@1"  # type: ignore[arg-type]
+    columns = reader.curves("rl", [name], points=5)["columns"]
+    assert columns == {"step": [10, 30, 50, 80, 100], name: [0.1, 0.3, 0.5, 0.8, 1.0]}
+    assert reader.curves("rl", ["reward", name], points=2)["columns"]["step"][-1] == 100

@@ -1,11 +1,14 @@
 """Decomposition of the difference between two evaluations."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_report_browser import make_comparison
 
+from perilune.files import write_json_lines
 from perilune.ui.evaluations import (
     UNRECOGNIZED,
     Evaluation,
@@ -13,6 +16,7 @@ from perilune.ui.evaluations import (
     read_evaluation,
     split_by_strategy,
 )
+from perilune.ui.experiment_comparison import comparison_charts
 from perilune.ui.headline import write_headline
 
 
@@ -148,3 +152,15 @@ def test_headline_names_a_measure_that_moved_the_other_way() -> None:
     assert headline.title == "pass@1 rose from 25.0% to 50.0%; pass@8 fell from 100.0% to 50.0%"
     lost = "the model can no longer solve tasks that it solved sometimes before"
     assert f"pass@8 fell from 100.0% to 50.0%: {lost}." in headline.paragraphs[1]
+
+
+def test_compared_curves_have_all_seeds_at_each_step(tmp_path: Path) -> None:
+    """Runs of different lengths are thinned to the same steps, so no step is the value of one seed."""
+    comparison = make_comparison(tmp_path)
+    for seed, steps in enumerate((1000, 800, 900)):
+        rows = [{"step": step, "reward": float(seed)} for step in range(1, steps + 1)]
+        write_json_lines(tmp_path / f"0-{seed}" / "artifacts" / "metrics.jsonl", rows)
+    (chart,) = comparison_charts(comparison)
+    curve = chart.curves[0]
+    assert len(curve.step) <= 400
+    assert {mean for step, mean in zip(curve.step, curve.mean, strict=True) if step <= 800} == {1.0}

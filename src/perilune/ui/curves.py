@@ -11,6 +11,7 @@ from perilune.ui.attempt import Attempt, Columns
 from perilune.ui.charts import CurveChart, select_charts
 
 MAX_STEPS = 2000
+EVALUATION_PREFIXES = ("eval/", "validation_")  # begin the columns that most steps lack
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +91,21 @@ def even_places(count: int, most: int) -> list[int]:
     """Return at most `most` evenly spaced places below `count`, with the first and the last."""
     if count <= most:
         return list(range(count))
-    return [round(index * (count - 1) / (most - 1)) for index in range(most)]
+    return [round(index * (count - 1) / max(1, most - 1)) for index in range(most)]
 
 
 def thin_columns(columns: Columns, most: int) -> Columns:
-    """Return at most `most` evenly spaced rows, with the first and the last."""
-    places = even_places(len(columns.get("step", [])), most)
+    """Return at most `most` rows: the first, the last, evenly spaced ones, and those with an evaluation.
+
+    Evaluations take at most half of the rows.
+    """
+    rare = [values for name, values in columns.items() if name.startswith(EVALUATION_PREFIXES)]
+    count = len(columns.get("step", []))
+    evaluated = [row for row in range(count) if any(values[row] is not None for values in rare)]
+    if len(evaluated) == count:
+        evaluated = []  # all rows are alike
+    kept = [evaluated[place] for place in even_places(len(evaluated), (most - 1) // 2)]
+    places = sorted({*kept, *even_places(count, most - len(kept))})
     return {name: [values[place] for place in places] for name, values in columns.items()}
 
 

@@ -14,7 +14,7 @@ from perilune.control.queries.comparison import Arm, Comparison, Member, describ
 from perilune.files import write_atomic
 from perilune.metrics.across_seeds import MIN_SEEDS, t_interval
 from perilune.ui.attempt import Attempt, Columns
-from perilune.ui.curves import thin_columns
+from perilune.ui.curves import even_places
 from perilune.ui.overview import format_day
 from perilune.ui.report import render_page
 
@@ -138,7 +138,7 @@ def _run_ids(arm: Arm, stage: str) -> tuple[str, ...]:
 
 def _read_columns(member: Member, stage: str) -> Columns:
     folder = next((status.attempt_dir for status in member.stages if status.name == stage), None)
-    return thin_columns(Attempt(folder).metrics, MAX_POINTS)
+    return Attempt(folder).metrics
 
 
 def _list_metrics(columns: Sequence[Sequence[Columns]]) -> list[str]:
@@ -159,7 +159,8 @@ def _mean_curve(place: int, runs: Sequence[Mapping[str, Sequence[Any]]], metric:
                 values.setdefault(int(step), []).append(float(value))
     if not values:
         return None
-    steps = sorted(values)
+    known = sorted(values)
+    steps = [known[place] for place in even_places(len(known), MAX_POINTS)]
     bounds = [_seed_interval(values[step]) for step in steps]
     means = [fmean(values[step]) for step in steps]
     return Curve(place, steps, means, [low for low, _ in bounds], [high for _, high in bounds])

@@ -147,7 +147,9 @@ class Reader:
         figures: Annotated[
             list[str], Field(description="Metrics to return by step. Default: a summary of each metric.")
         ] = [],  # noqa: B006  # never changed
-        points: Annotated[int, Field(ge=2, le=1000, description="Most steps, evenly spaced.")] = 50,
+        points: Annotated[
+            int, Field(ge=2, le=1000, description="Most steps with a value, evenly spaced.")
+        ] = 50,
     ) -> dict[str, Any]:
         """The metrics of a training stage by step."""
         from perilune.ui.curves import sum_by_part, thin_columns
@@ -161,7 +163,11 @@ class Reader:
                 remedy=f"one of: {', '.join(columns)}" if columns else "it recorded no step",
             )
         if figures:
-            thinned = thin_columns({name: columns[name] for name in ("step", *figures)}, points)
+            known = [
+                row for row in range(len(steps)) if any(columns[name][row] is not None for name in figures)
+            ]
+            chosen = {name: [columns[name][row] for row in known] for name in ("step", *figures)}
+            thinned = thin_columns(chosen, points)
             return {**identity, "steps": len(steps), "columns": thinned}
         extents = {name: _extent(steps, values) for name, values in columns.items() if name != "step"}
         seconds = sum_by_part(attempt.timings)
