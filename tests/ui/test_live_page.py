@@ -66,6 +66,15 @@ FORGET_LENGTH = """() => {
 LAST_STEP = "Data.training.find((one) => one.stage === 'rl').columns.step.at(-1)"
 
 
+def test_live_page_reloads_for_the_first_episodes_of_a_stage(browser: Any, run: LiveHome, url: str) -> None:
+    page, errors = open_page(browser, f"{url}/experiments/alive", ".detail h3")
+    with page.expect_navigation():  # as if the page had been read before the first episode
+        page.evaluate("Episodes.has = () => false")
+    page.wait_for_selector(".detail h3")
+    assert errors == []
+    page.close()
+
+
 def test_live_page_adds_points_and_survives_death_of_the_run(browser: Any, run: LiveHome, url: str) -> None:
     page, errors = open_page(browser, url, "a.experiment")
     assert "rl " in page.locator("a.experiment .when").inner_text()
@@ -173,6 +182,9 @@ def test_experiment_list_escapes_hostile_names(browser: Any) -> None:
     assert page.locator("a.experiment b").first.inner_text() == hostile
     assert hostile in page.locator("a.experiment .how").inner_text()
     assert page.locator("main img, [onerror]").count() == 0
+    page.locator("a.experiment").locator("xpath=../input").focus()
+    page.locator("input[type=search]").dispatch_event("input")  # draws the list again
+    assert page.evaluate("document.activeElement.type") == "checkbox"
     assert page.evaluate("window.broken") is None
     page.close()
 

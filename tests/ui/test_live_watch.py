@@ -7,13 +7,19 @@ from typing import Any
 
 import pytest
 from make_experiment import SyntheticExperiment
+from starlette.responses import PlainTextResponse
+from starlette.testclient import TestClient
 
-from perilune.files import append_json_line
+from perilune.control.record.home import Home
+from perilune.control.runs.experiments import Control
+from perilune.files import append_json_line, write_json
 from perilune.ui.attempt import Attempt
 from perilune.ui.episode_sets import index_episodes, read_set
 from perilune.ui.episodes import EpisodeSource
 from perilune.ui.live import followed, watch
-from perilune.ui.live.followed import CHUNK_BYTES, read_appended
+from perilune.ui.live.access import Access
+from perilune.ui.live.app import _parse_offsets, make_app
+from perilune.ui.live.followed import CHUNK_BYTES, StageFollower, read_appended
 from perilune.ui.live.watch import Watch, file_offsets
 
 
@@ -109,3 +115,52 @@ def test_episode_sets_are_listed_unread_and_read_by_name(tmp_path: Path) -> None
     assert "".join(document["vocabulary"][piece][0] for piece in pieces).endswith("<eos>")
     assert read_set(sources, "traces", "verified traces")["total"] == 40
     assert read_set(sources, "rl", "step-000009")["groups"] == []
+
+
+def test_watch_reports_what_changed_before_the_stream_began(tmp_path: Path) -> None:
+    made = SyntheticExperiment(tmp_path)
+    root = made.rl(steps=9, prompts=1, until=3)
+    offsets = file_offsets(made.view())
+    append_json_line(root / "artifacts" / "metrics.jsonl", {"step": 4, "reward": 0.5})
+    (root / "artifacts" / "episodes" / "step-000004.parquet").write_bytes(b"")
+    made.fail(root, "no space is left on the disk", 3.0)
+    events = poll_events(Watch(made.view, offsets))
+    assert events["changed"] == {}
+    assert events["steps"]["episodes"] == [4]
+    assert "changed" not in poll_events(Watch(made.view, file_offsets(made.view())))
+
+
+def test_follower_reads_files_that_are_written_later(tmp_path: Path) -> None:
+    made = SyntheticExperiment(tmp_path)
+    root = made.rl(steps=9, prompts=1, until=3)
+    (root / "artifacts" / "precheck.json").unlink()
+    follower = StageFollower(made.view().stages[0])
+    follower.grow()
+    follower.health(0.0)
+    write_json(root / "artifacts" / "precheck.json", {"torch": {"cuda": "12.8"}})
+    for step in (4, 5):  # differences that are rounding on a GPU, and not on a processor
+        append_json_line(root / "artifacts" / "metrics.jsonl", {"step": step, "logprob_gap_max": 0.005})
+    follower.grow()
+    assert follower.health(0.0)[0].findings == ()
+
+
+def test_cookies_of_other_servers_do_not_hide_the_token() -> None:
+    access = Access(PlainTextResponse("inside"), token="a-token-of-enough-characters")
+    client = TestClient(access, follow_redirects=False)
+    client.post("/token", data={"token": "a-token-of-enough-characters"})
+    cookies = f'other={{"a": 1}}; perilune={client.cookies["perilune"]}'
+    client.cookies.clear()
+    assert client.get("/", headers={"cookie": cookies}).text == "inside"
+    assert client.get("/", headers={"cookie": "perilune=x"}).status_code == 401
+
+
+def test_malformed_offsets_count_as_none() -> None:
+    for text in ("[", "[1]", '{"rl": 1}', '{"rl": [1e999]}'):
+        assert _parse_offsets(text) == {}
+
+
+def test_comparison_of_too_many_experiments_is_refused(tmp_path: Path) -> None:
+    client = TestClient(make_app(Control(Home.open(tmp_path)), None), base_url="http://localhost")
+    refused = client.get(f"/compare/{','.join(['a'] * 33)}")
+    assert refused.status_code == 404
+    assert refused.json()["error"] == "33 experiments are selected, and a page compares 32"

@@ -86,9 +86,10 @@ function draw() {
     const text = [one.name, one.id, ...one.overrides, ...one.stages.map(stage => stage.stage)].join(" ").toLowerCase();
     return asked.every(word => text.includes(word));
   });
-  const focused = document.activeElement?.closest("a.experiment")?.getAttribute("href");
+  const at = document.activeElement;
+  const focused = at?.closest(".experiments li")?.lastChild.getAttribute("href");
   list.replaceChildren(...shown.map(row));
-  if (focused) list.querySelector(`a[href="${CSS.escape(focused)}"]`)?.focus();
+  if (focused) list.querySelector(`a[href="${CSS.escape(focused)}"]`)?.parentNode.querySelector(at.localName).focus();
   count.textContent = `${Format.integer(shown.length)} of ${Format.integer(Data.experiments.length + Data.older)} experiments`;
   empty.hidden = Data.experiments.length > 0;
 }

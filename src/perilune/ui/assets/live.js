@@ -22,7 +22,8 @@ function draw() {
 source.addEventListener("steps", event => {
   const news = JSON.parse(event.data);
   const training = Data.training.find(one => one.stage === news.stage);
-  if (!training) return location.reload(); // the first step of a stage
+  const isNew = news.episodes.length && !Episodes.has(news.stage);
+  if (!training || isNew) return location.reload(); // the first step or episodes of a stage
   const columns = Object.keys(training.columns).length;
   append(training.columns, news.metrics);
   append(training.timings, news.timings);

@@ -2,10 +2,9 @@
 
 import hashlib
 import hmac
-from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs
 
-from starlette.requests import Request
+from starlette.requests import Request, cookie_parser
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -68,11 +67,8 @@ class Access:
         return HTMLResponse(LOGIN_FORM, 401)
 
     def _has_cookie(self, headers: dict[bytes, bytes]) -> bool:
-        try:
-            cookie = SimpleCookie(headers.get(b"cookie", b"").decode("latin-1")).get(COOKIE_NAME)
-        except CookieError:
-            return False
-        return cookie is not None and hmac.compare_digest(cookie.value.encode(), self._cookie.encode())
+        cookies = cookie_parser(headers.get(b"cookie", b"").decode("latin-1"))
+        return hmac.compare_digest(cookies.get(COOKIE_NAME, "").encode(), self._cookie.encode())
 
     async def _login(self, request: Request) -> Response:
         body = b""

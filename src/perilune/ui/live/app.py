@@ -65,7 +65,10 @@ def make_app(control: Control, token: str | None) -> FastAPI:
 
     @app.get("/compare/{targets}", response_class=HTMLResponse)
     def comparison(targets: str) -> str:
-        document = comparison_document(compare_experiments(control, targets.split(",")[:MAX_COMPARED]))
+        chosen = targets.split(",")
+        if len(chosen) > MAX_COMPARED:
+            raise RequestError(f"{len(chosen)} experiments are selected, and a page compares {MAX_COMPARED}")
+        document = comparison_document(compare_experiments(control, chosen))
         document |= {"footer": footer, "index": "/"}
         return render_page(f"Comparison: {document['title']}", COMPARISON_SCRIPTS, document, live=True)
 
@@ -163,7 +166,7 @@ def _parse_offsets(text: str) -> Offsets:
     try:
         document = json.loads(text)
         return {str(stage): [max(0, int(value)) for value in pair][:2] for stage, pair in document.items()}
-    except (ValueError, TypeError, AttributeError, RecursionError):
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return {}
 
 

@@ -48,7 +48,10 @@ class StageFollower:
         """Return the verdict; the previous one if it took long."""
         began = time.monotonic()
         if began >= self._next:
-            self._health = assess_stages([(self.view, self.attempt)], now)
+            current = Attempt(
+                self.view.attempt_dir, known_lines=self.attempt.known_lines
+            )  # caches no old file
+            self._health = assess_stages([(self.view, current)], now)
             self._next = time.monotonic() + JUDGE_INTERVAL_FACTOR * (time.monotonic() - began)
         return self._health
 

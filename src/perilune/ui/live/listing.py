@@ -9,6 +9,7 @@ from typing import Any
 from perilune.control.queries.lookup import StageStatus, count_experiments, latest_experiments, stage_statuses
 from perilune.control.runs.experiments import Control, read_progress
 from perilune.metrics.health.verdict import SEVERITY_ORDER
+from perilune.ui.attempt import Attempt
 from perilune.ui.curves import even_places
 from perilune.ui.experiment import view_stage
 from perilune.ui.live.followed import StageFollower
@@ -79,7 +80,7 @@ class Listing:
                 "task": view.task,
                 "run": view.run_id,
                 "state": view.state,
-                "seconds": follower.attempt.seconds,
+                "seconds": Attempt(view.attempt_dir).seconds,
                 "progress": progress,
                 "pass@1": status.summary.get("pass@1"),
                 "curve": _sparkline(follower.attempt.metric_lines),

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 from perilune.control.runs.experiments import read_progress
 from perilune.ui.curves import throughput
@@ -13,6 +14,7 @@ from perilune.ui.report import to_plain
 from perilune.ui.view import ExperimentView
 
 REFRESH_INTERVAL_S = 2.0  # seconds between two reads of the list of stages
+STAGES_KEY = ""  # of the digest of the stages that a reader has
 Offsets = dict[str, list[int]]  # stage: bytes of its metrics.jsonl and timings.jsonl that a reader has
 
 
@@ -31,12 +33,23 @@ class Event:
 
 
 def file_offsets(view: ExperimentView) -> Offsets:
-    """Return the sizes of the files now. What is appended later comes as an event."""
-    sizes = {}
+    """Return the sizes of the files and the digest of the stages now. Later changes come as events."""
+    sizes: Offsets = {STAGES_KEY: [_digest_stages(view)]}
     for stage in view.stages:
         paths = [stage.attempt_dir / name for name in FOLLOWED_FILES] if stage.attempt_dir else []
         sizes[stage.name] = [path.stat().st_size if path.exists() else 0 for path in paths]
     return sizes
+
+
+def _digest_stages(view: ExperimentView) -> int:
+    stages = [(stage.name, stage.run_id, stage.state, str(stage.attempt_dir)) for stage in view.stages]
+    return crc32(repr(stages).encode())
+
+
+def _known_episodes(stage: StageFollower) -> set[int]:
+    """Return the steps with episodes that a reader of the known lines has."""
+    steps = [step for line in stage.attempt.metric_lines if isinstance(step := line.get("step"), int)]
+    return {step for step in stage.attempt.episode_steps if step <= max(steps, default=0)}
 
 
 class Watch:
@@ -45,7 +58,7 @@ class Watch:
     def __init__(self, view: Callable[[], ExperimentView], offsets: Offsets) -> None:
         self._view = view
         self._offsets = offsets
-        self._shape: Any = None
+        self._digest: int | None = None
         self._stages: list[tuple[StageFollower, set[int]]] = []  # and the steps with known episodes
         self._status: Any = None
         self._next_refresh = 0.0
@@ -68,13 +81,13 @@ class Watch:
 
     def _refresh(self) -> Iterator[Event]:
         view = self._view()
-        shape = [(stage.name, stage.run_id, stage.state, str(stage.attempt_dir)) for stage in view.stages]
-        if shape != self._shape:
-            if self._shape is not None:
+        digest = _digest_stages(view)
+        if digest != self._digest:
+            if self._offsets.get(STAGES_KEY, [digest]) != [digest]:
                 yield Event("changed", {}, self._offsets)
-            self._shape = shape
+            self._digest, self._offsets[STAGES_KEY] = digest, [digest]
             followers = [StageFollower(stage, self._offsets.get(stage.name, (0, 0))) for stage in view.stages]
-            self._stages = [(follower, set(follower.attempt.episode_steps)) for follower in followers]
+            self._stages = [(follower, _known_episodes(follower)) for follower in followers]
 
     def _read_new_lines(self, stage: StageFollower, episodes: set[int]) -> Iterator[Event]:
         metrics, timings = stage.grow()
