@@ -391,7 +391,13 @@ def test_episode_detail_shows_the_same_task_across_steps(browser: Any, tmp_path:
         write_episodes(
             path,
             [
-                replace(episode, task_id=PAYLOADS[0], reward=float(index < step)) if index < 8 else episode
+                replace(
+                    episode,
+                    task_id=PAYLOADS[0],
+                    reward=None if (step, index) == (2, 7) else float(index < step),
+                )
+                if index < 8
+                else episode
                 for index, episode in enumerate(episodes)
             ],
         )
@@ -402,9 +408,11 @@ def test_episode_detail_shows_the_same_task_across_steps(browser: Any, tmp_path:
     page.wait_for_selector(".attempts .strip")
     names = page.locator(".attempts .name").all_inner_texts()
     assert names == ["rl step 2", "rl step 3", "rl step 6"]
-    assert page.locator(".attempts .mean").all_inner_texts() == ["0.25", "0.38", "0.75"]
+    assert page.locator(".attempts .mean").all_inner_texts() == ["0.29", "0.38", "0.75"]
     assert "rl: 11 of 24 right in 3 steps." in page.locator(".detail").inner_text()
     assert window.count('[data-chart="attempts-rl"] circle.dot') == 3
+    told = page.locator('[data-chart="attempts-rl"] svg').get_attribute("aria-label")
+    assert "pass rate from 28.6% to 75.0%" in told  # an answer without a score is not wrong
     page.locator(".attempts .strip").nth(1).locator(".cell").nth(5).click()
     wait_until(page, "document.querySelector('.detail h3').textContent === 'step 3 · group 0 · sample 5'")
     wait_until(page, "document.querySelectorAll('.attempts .strip').length === 3")  # it stays open
@@ -611,6 +619,21 @@ def test_report_thins_curves_of_thousands_of_points(browser: Any, tmp_path: Path
     assert drawn.count("L") > 200
     assert "every 10th of 20000 steps" in page.locator("#curves").inner_text()
     assert window.errors == []
+    page.close()
+
+
+def test_evaluation_is_a_point_and_not_said_to_hold_at_every_step(browser: Any, tmp_path: Path) -> None:
+    made = SyntheticExperiment(tmp_path)
+    root = made.begin("sft", "sft", {"checkpoint": "model", "steps": 9})
+    measured = {
+        f"eval/heldout/pass@1{end}": value for end, value in (("", 0.1), ("/low", 0.0), ("/high", 0.2))
+    }
+    rows = [{"step": 0, **measured}, *({"step": step, "loss": 1 / step} for step in range(1, 5))]
+    write_json_lines(root / "artifacts" / "metrics.jsonl", rows)
+    page = browser.new_page()
+    window = Window(page, build_report(made.view(), tmp_path / "report.html"))
+    assert window.count('[data-chart="sft-held-out"] circle.dot') == 1
+    assert "at every step" not in page.locator("#curves").inner_text()
     page.close()
 
 

@@ -13,12 +13,16 @@ import pytest
 from make_experiment import AFTER_RL, AFTER_SFT, UNTRAINED, SyntheticExperiment
 
 from perilune.data.episode import Episode
+from perilune.data.episodes_file import write_episodes
 from perilune.errors import RequestError
+from perilune.files import append_json_line, write_json_lines
 from perilune.ui.attempt import Attempt
 from perilune.ui.collect import collect_report
 from perilune.ui.curves import read_training
 from perilune.ui.embedding import embeddable_json
 from perilune.ui.episodes import EpisodeSource, collect_episodes
+from perilune.ui.evaluations import read_evaluation
+from perilune.ui.hardest import find_hardest_tasks
 from perilune.ui.hardware import collect_hardware
 from perilune.ui.turns import shorten
 from perilune.ui.view import ExperimentView, StageView, view_folder
@@ -294,6 +298,44 @@ def test_training_of_thins_long_curves_and_reports_kept_steps(tmp_path: Path) ->
     assert training is not None
     assert (training.steps_total, training.steps_kept) == (9000, 2000)
     assert (training.columns["step"][0], training.columns["step"][-1]) == (1, 9000)
+
+
+def test_thinned_curves_keep_evaluations(tmp_path: Path) -> None:
+    made = SyntheticExperiment(tmp_path)
+    root = made.begin("rl", "rl", {"steps": 9000})
+    rows: list[dict[str, float]] = [{"step": step, "reward": 0.5} for step in range(1, 9001)]
+    for row in rows[99::100]:
+        row["eval/heldout/pass@1"] = 0.5
+    write_json_lines(root / "artifacts" / "metrics.jsonl", rows)
+    training = read_training("rl", "rl", "", Attempt(root))
+    assert training is not None and training.steps_kept <= 2000
+    assert training.columns["eval/heldout/pass@1"].count(0.5) == 90
+
+
+def test_headline_needs_two_evaluations_during_training(tmp_path: Path) -> None:
+    made = SyntheticExperiment(tmp_path)
+    metrics = made.begin("rl", "rl", {"checkpoint": "model", "steps": 9}) / "artifacts" / "metrics.jsonl"
+    keys = ("eval/heldout/pass@1", "eval/heldout/pass@1/low", "eval/heldout/pass@1/high")
+    append_json_line(metrics, {"step": 0, **dict(zip(keys, (0.3, 0.2, 0.4), strict=True))})
+    assert collect_report(made.view()).headline.title == "No results yet"
+    append_json_line(metrics, {"step": 4, **dict(zip(keys, (0.5, 0.4, 0.6), strict=True))})
+    headline = collect_report(made.view()).headline
+    assert headline.title == "pass@1 on heldout tasks went from 30.0% to 50.0%"
+    assert headline.paragraphs[0].endswith("20.0% to 40.0% before training, 40.0% to 60.0% so far.")
+
+
+def test_unscored_answer_is_no_wrong_answer_of_a_hard_task(tmp_path: Path) -> None:
+    root = SyntheticExperiment(tmp_path).evaluate("base", "model", AFTER_SFT, 1)
+    attempt = Attempt(root)
+    (path,) = attempt.episode_files
+    same = ({"role": "user", "content": "1+1="}, {"role": "assistant", "content": "3"})
+    episodes = [replace(episode, messages=same, reward=0.0) for episode in attempt.episodes(path)]
+    unscored = [replace(episode, reward=None, failure="timeout") for episode in episodes[:5]]
+    write_episodes(path, [*unscored, *episodes[5:]])
+    evaluation = read_evaluation("base", "", attempt.summary, {})
+    assert evaluation is not None
+    (task,) = find_hardest_tasks([(replace(evaluation, solved={episodes[0].task_id: (3, 0)}), attempt)])
+    assert (task.times, task.samples, task.why) == (3, 3, "5 not scored, 3 wrong")
 
 
 def test_untrained_model_without_vocabulary_still_shows_tokens(tmp_path: Path) -> None:

@@ -55,8 +55,9 @@ def find_hardest_tasks(judged: Sequence[tuple[Evaluation, Attempt]]) -> list[Har
 
 def _describe_task(evaluation: Evaluation, task: str, failed: Sequence[Episode]) -> HardTask:
     samples, right = evaluation.solved[task]
-    answer, times = Counter(episode.text for episode in failed).most_common(1)[0]
-    episode_id = next(episode.episode_id for episode in failed if episode.text == answer)
+    wrong = [episode for episode in failed if episode.reward is not None] or failed
+    answer, times = Counter(episode.text for episode in wrong).most_common(1)[0]
+    episode_id = next(episode.episode_id for episode in wrong if episode.text == answer)
     reasons = Counter(map(_failure_reason, failed)).most_common()
     return HardTask(
         prompt=_shorten(failed[0].opening[-1]["content"] if failed[0].opening else ""),

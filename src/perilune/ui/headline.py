@@ -69,7 +69,11 @@ def write_headline(
         return _evaluation_headline(evaluations[-1])
     if (
         trained is not None
-        and (headline := _held_out_headline(trained) or _curve_headline(trained, is_over=is_over)) is not None
+        and (
+            headline := _held_out_headline(trained, is_over=is_over)
+            or _curve_headline(trained, is_over=is_over)
+        )
+        is not None
     ):
         return headline
     return Headline("No checkpoint was evaluated" if other and is_over else "No results yet", tuple(other))
@@ -200,7 +204,7 @@ def _evaluation_headline(evaluation: Evaluation) -> Headline:
     )
 
 
-def _held_out_headline(trained: Training) -> Headline | None:
+def _held_out_headline(trained: Training, *, is_over: bool) -> Headline | None:
     """Return the finding of evaluations during training: pass@1 of the first set at both ends."""
     figure = next(
         (name for name in trained.columns if name.startswith("eval/") and name.endswith("/pass@1")), None
@@ -209,11 +213,13 @@ def _held_out_headline(trained: Training) -> Headline | None:
         return None
     keys = (figure, f"{figure}/low", f"{figure}/high")
     rows = [row for row in zip(*(trained.columns[key] for key in keys), strict=True) if None not in row]
+    if len(rows) < 2:
+        return None
     first, last = (" to ".join(map(format_percent, row[1:])) for row in (rows[0], rows[-1]))
-    name = figure.split("/")[1]
+    name, when = figure.split("/")[1], "at the end" if is_over else "so far"
     return Headline(
         f"pass@1 on {name} tasks went from {format_percent(rows[0][0])} to {format_percent(rows[-1][0])}",
-        (f"{trained.description} 95% intervals: {first} before training, {last} at the end.",),
+        (f"{trained.description} 95% intervals: {first} before training, {last} {when}.",),
     )
 
 

@@ -2,6 +2,7 @@
 const MOST = 60; // strips to show before the reader asks for more
 
 const right = attempts => sum(attempts.map(one => one.members.filter(Episodes.isRight).length));
+const isScored = ({ reward }) => reward !== null;
 const samples = attempts => sum(attempts.map(one => one.members.length));
 
 // Pass rates of the task in a stage that used it at several steps.
@@ -15,7 +16,7 @@ function curve([stage, attempts], open) {
     series: [{
       name: "pass rate",
       x: attempts.map(one => one.step),
-      y: attempts.map(one => right([one]) / one.members.length),
+      y: attempts.map(one => right([one]) / one.members.filter(isScored).length),
       color: 1,
       points: attempts.length < MOST,
     }],

@@ -54,7 +54,7 @@ function seriesOf(training, names) {
 // The series of a chart, and whether all their values are equal, so that one number is enough.
 function chosen(training, chart) {
   const series = seriesOf(training, chart.series);
-  const isSteady = training.steps_total > 1 && series.every(one => one.y.every(value => value === one.y[0]));
+  const isSteady = training.steps_total > 1 && series.every(one => !one.points && one.y.every(value => value === one.y[0]));
   return { chart, series, isSteady };
 }
 const chosenOf = training => training.charts.map(chart => chosen(training, chart)).filter(one => one.series.length);
