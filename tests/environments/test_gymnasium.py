@@ -5,6 +5,8 @@ import pytest
 from perilune.environments import Transcript, make_environment
 from perilune.errors import RequestError
 from perilune.verifiers.conformance import check_environment
+from perilune.verifiers.scorer import Scorer
+from perilune.verifiers.sessions import Sessions
 
 
 def section(game, **more):
@@ -65,3 +67,16 @@ def test_prompt_says_whether_ice_is_slippery(config):
     environment = make_environment(section("FrozenLake-v1", config=config))
     (message,) = next(environment.tasks("train", 0)).prompt
     assert ("slippery" in message["content"]) == config.get("is_slippery", True)
+
+
+def test_cut_off_move_stays_illegal_in_a_new_worker():
+    environment = make_environment(section("Taxi-v4"))
+    task = next(environment.tasks("train", 0))
+    with Scorer(section("Taxi-v4")) as scorer:
+        sessions = Sessions(scorer.processes, environment)
+        kept, moved = sessions.open([(task, 0)] * 2)
+        sessions.step([(kept, ["south"], False), (moved, ["south"], False)])
+        moved.generation -= 1  # as if its worker was lost
+        sessions.step([(kept, ["north"], True), (moved, ["north"], True)])
+        assert kept.result.messages == moved.result.messages
+        sessions.close([kept, moved])

@@ -36,6 +36,7 @@ class RemoteSession:
     Attributes:
         result: the latest observation, or a Failure, which ends the session.
         is_held: whether a process holds the session. A single-turn session is only a transcript to score.
+        cut_off: numbers of the actions that a limit cut off.
         generation: generation of the worker that holds it.
     """
 
@@ -46,6 +47,7 @@ class RemoteSession:
     is_held: bool
     result: Observation | Failure = field(default_factory=Observation)
     actions: list[str] = field(default_factory=list)
+    cut_off: list[int] = field(default_factory=list)
     generation: int = -1
 
 
@@ -82,6 +84,7 @@ class Sessions:
         """
         calls: list[Call] = []
         for session, actions, finished in moves:
+            session.cut_off += [] if finished else [len(session.actions)]
             session.actions += actions
             if session.is_held:
                 calls.append(_Move(session, self._players, actions, finished))
@@ -133,6 +136,7 @@ class _Begin:
         return {
             "session": session.number,
             "task": slot_values(session.task),
+            "cut_off": session.cut_off,
             "seed": session.seed,
             "earlier": session.actions[: len(session.actions) - self.latest],
             "actions": session.actions[len(session.actions) - self.latest :],

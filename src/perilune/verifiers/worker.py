@@ -148,8 +148,8 @@ class SessionHost:
         self._close(number)
         session = self._environment.reset(_parse_task(item["task"]), item["seed"])
         self._sessions[number] = session
-        for action in item["earlier"]:
-            session.step(action)
+        for turn, action in enumerate(item["earlier"]):
+            session.step(action, turn not in item["cut_off"])
         return _apply_actions(session, item["actions"], item["finished"])
 
     def _close(self, number: int) -> None:
