@@ -128,4 +128,4 @@ def _draw_value(key: str) -> Fraction:
 def _is_close(one: Number, other: Number) -> bool:
     if isinstance(one, Fraction) and isinstance(other, Fraction):
         return one == other
-    return cmath.isclose(complex(one), complex(other), rel_tol=_RELATIVE_TOLERANCE, abs_tol=1e-12)
+    return cmath.isclose(complex(one), complex(other), rel_tol=_RELATIVE_TOLERANCE, abs_tol=1e-15)
