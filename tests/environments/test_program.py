@@ -330,3 +330,15 @@ def test_waiting_call_is_rejected_when_session_closes() -> None:
     thread.join(10)
     assert len(raised) == 1
     gateway.close()
+
+
+def test_answer_to_a_call_without_tools_is_text() -> None:
+    for choice, finish in (("auto", "tool_calls"), ("none", "stop")):
+        call = {
+            "messages": [{"role": "user", "content": "?"}],
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "tool_choice": choice,
+        }
+        request = read_request(json.dumps(call).encode())
+        answer = json.loads(ChatAnswer(request, 0, '<tool_call>{"name": "f"}</tool_call>').document())
+        assert answer["choices"][0]["finish_reason"] == finish

@@ -102,7 +102,7 @@ def read_request(body: bytes) -> ChatRequest:
             raise RefusedCallError("messages must end with a message to answer")
         return ChatRequest(
             tuple(_add_tools(messages, tools)),
-            bool(tools),
+            bool(tools) and document.get("tool_choice") != "none",
             (stop,) if isinstance(stop, str) else tuple(map(str, stop)),
             bool(document.get("stream")),
             bool(options.get("include_usage")),
