@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from perilune.bundle.plugin import load_plugin
 from perilune.errors import RequestError
 from perilune.execution.placements.local import restore_outputs
 from perilune.files import read_json_lines, sha256_file
-from perilune.tasks.stage.training import TrainingLoop
+from perilune.tasks.stage.training import TrainingLoop, _write_results
 
 EVAL: Mapping[str, Any] = {"every": 2, "tasks": 6, "samples": 4}
 ENDS = {"id": "factory", "factory": "task_environments:Ends"}
@@ -259,3 +260,16 @@ def test_plan_describes_evaluations_and_their_memory() -> None:
     )
     assert "engine" in plan["memory"].persistent  # type: ignore[attr-defined]
     assert "engine" not in load_plugin("sft").plan(make_job("sft", steps=25))["memory"].persistent  # type: ignore[attr-defined]
+
+
+def test_follower_finishes_without_the_checkpoint_of_the_best_step(tmp_path: Path) -> None:
+    """Only the first process writes checkpoints, which another machine does not have."""
+    compared: list[tuple[str, str]] = []
+    ranks = SimpleNamespace(
+        sharded=False, broadcast=lambda *_: "4", check_same=lambda *pair: compared.append(pair)
+    )
+    learner: Any = SimpleNamespace(ranks=ranks, version=9, save_state=lambda *_: None)
+    workspace: Any = SimpleNamespace(leads=False, checkpoints=tmp_path, metrics=list)
+    spec: Any = SimpleNamespace(steps=9, eval=SimpleNamespace(output="best"))
+    assert _write_results(workspace, SimpleNamespace(), learner, spec, lambda *_: None) == {}  # type: ignore[arg-type]
+    assert compared == [("last version", "9")]

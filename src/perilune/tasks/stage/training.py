@@ -285,7 +285,10 @@ def _write_results(
         best = best_step(workspace, spec, [*saved_steps(workspace), last]) if workspace.leads else None
         if best == last or (workspace.checkpoints / BEST).exists():
             best = None
+        learner.ranks.check_same("last version", str(learner.version))
         chosen = learner.ranks.broadcast("best step", "" if best is None else str(best))
+        if not (workspace.leads or learner.ranks.sharded):  # another machine, perhaps without checkpoints
+            chosen = ""
         if chosen and outputs_best(spec):
             learner.load_state(step_directory(workspace, int(chosen)))
         write_final_checkpoint(workspace, learner, spec.steps, write_policy)
@@ -295,7 +298,6 @@ def _write_results(
             partial = workspace.checkpoints / f".{BEST}.partial"
             write_policy(partial)
             _commit(partial, workspace.checkpoints / BEST)
-    learner.ranks.check_same("last version", str(learner.version))
     if not workspace.leads:
         return {}
     prune_checkpoints(workspace, spec, saved_elsewhere=1)
