@@ -218,6 +218,7 @@ def test_missing_stage_and_changed_environment_count_as_one_setting_each() -> No
 
 def test_other_metrics_have_their_own_direction(control: Control) -> None:
     assert lower_is_better("sft.last.loss") and not lower_is_better("after.pass@1")
+    assert lower_is_better("rl.last.dead_groups") and not lower_is_better("after.live_groups")
     result = compare_experiments(control, all_of(control, (0, 1)), metric="rl.last.reward")
     assert [arm.figure.mean for arm in result.arms if arm.figure] == [0.5, 0.5]
     assert result.arms[1].difference is not None and result.arms[1].difference.tasks is None

@@ -30,7 +30,10 @@ SHARE_PREFIXES = (
     *("pass@", "pass_rate", "greedy", "accuracy", "validation_accuracy", "truncated"),
     *("share", "format", "live_groups", "dead_groups"),
 )
-LOWER_IS_BETTER = ("loss", "length", "truncated", "seconds", "perplexity", "kl")
+LOWER_IS_BETTER = (
+    *("loss", "length", "truncated", "seconds", "perplexity", "kl"),
+    *("failures", "dead_groups", "exploitability"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,7 @@ def is_share(metric: str) -> bool:
 
 
 def lower_is_better(metric: str) -> bool:
-    """Return whether a lower figure is better, by its name: losses, lengths, times and divergences."""
+    """Return whether a lower figure is better, by its name: losses, lengths, times, failures and others."""
     return any(word in metric.rpartition(".")[2] for word in LOWER_IS_BETTER)
 
 
