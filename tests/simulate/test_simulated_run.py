@@ -181,6 +181,8 @@ def test_recorded_waits_are_reproduced(tmp_path: Path) -> None:
         plan = replace(PLAN, prompts=2, samples=2)
         results[metric] = simulate_run(replace(scenario(plan), lengths=lengths)).seconds
     assert results["wait"] - results[""] == pytest.approx(6 * 4 * 0.5)  # sequential waits
+    with pytest.raises(RequestError, match="has a wait 'waits'"):
+        RecordedLengths.from_folder(tmp_path, 0, "recorded", "waits")
 
 
 def recorded(step: int, task: int, turns: int = 2) -> Episode:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perilune.data.episode import Episode
+from perilune.errors import RequestError
 
 Tokens = NDArray[np.int32]
 NEARBY_STEPS = 2  # recorded steps before and after, from which the groups of a step are drawn
@@ -121,7 +122,11 @@ class RecordedLengths:
 
     @classmethod
     def from_folder(cls, folder: Path, seed: int, basis: str, wait: str = "") -> RecordedLengths | None:
-        """Read the episodes in an attempt's folder; None without any. `wait` as in `from_episodes`."""
+        """Read the episodes in an attempt's folder; None without any. `wait` as in `from_episodes`.
+
+        Raises:
+            RequestError: when no episode waits by the metric `wait`.
+        """
         from perilune.data.episodes_file import read_episodes
 
         steps = []
@@ -129,6 +134,9 @@ class RecordedLengths:
             parts = groupby(read_episodes(path), lambda episode: episode.group_id)
             groups = [GroupShape.from_episodes(list(part), wait) for _, part in parts]
             steps.append([group for group in groups if group.episodes])
+        if steps and wait and not any(any(group.waits) for groups in steps for group in groups):
+            remedy = "perilune data inspect FILE.parquet lists the metrics"
+            raise RequestError(f"no episode has a wait '{wait}'", where="--wait-metric", remedy=remedy)
         return cls(steps, seed, basis) if steps else None
 
     def groups(self, step: int, count: int, samples: int) -> list[GroupShape]:
