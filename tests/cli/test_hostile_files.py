@@ -14,7 +14,7 @@ from perilune.files import parse_strict_json, read_json_lines
 RECIPE = """\
 name: sums
 model: {preset: tiny}
-environment: {id: jsonl, path: sums.jsonl, match: null, heldout: {share: 0.4}}
+environment: {id: jsonl, path: sums.jsonl, match: null}
 rewards: {box: {function: "mine.py:one"}}
 stages:
   - {name: base, task: evaluate, checkpoint: model}
