@@ -68,8 +68,10 @@ def test_copies_take_the_time_of_their_bytes() -> None:
     store.save(0, [1, 2, 3, 4], digests)  # four copies to memory, one block on to the disk
     assert engine.clock.now == pytest.approx(4 + 10)
     assert store.counters == OffloadCounters(stored=4)
-    store.write(0, np.array([5, 6]), store.read(0, digests[:2]) or [])  # one from the disk, one from memory
-    assert engine.clock.now == pytest.approx(14 + 10 + 2)
+    store.write(0, np.array([5]), store.read(0, digests[:1]) or [])  # from the disk
+    assert engine.clock.now == pytest.approx(14 + 10 + 1)
+    store.write(0, np.array([6]), store.read(0, digests[1:2]) or [])  # from memory
+    assert engine.clock.now == pytest.approx(25 + 1)
     assert (store.counters.loaded_from_disk, store.counters.loaded_from_memory) == (1, 1)
 
 
