@@ -114,8 +114,9 @@ class HalfRight(Ends):
 class Talk(MultiTurn):
     """Three turns, each answered with the length of the action. The reward is the share with a digit.
 
-    Keys of the section: `players`, `turns`, and `unsteady` (the prompt changes every time). `raises`,
-    `hangs`, `nan`, `stuck`, `dies` and `sandbox` list first characters of actions that cause that failure.
+    Keys of the section: `players`, `turns`, `most` (tokens of each turn after the first), and `unsteady`
+    (the prompt changes every time). `raises`, `hangs`, `nan`, `stuck`, `dies` and `sandbox` list first
+    characters of actions that cause that failure.
     """
 
     id = "talk"
@@ -159,7 +160,12 @@ class Talk(MultiTurn):
                 os._exit(3)
             case "sandbox":
                 raise EpisodeFailedError("sandbox", "no room")
-        return ask(f"[{len(action)}]", player=player, role="tool")
+        observation = ask(f"[{len(action)}]", player=player, role="tool")
+        if (most := self.section.get("most")) is None:
+            return observation
+        return replace(
+            observation, messages=(), turns=(AgentTurn("", observation.messages, max_tokens=most),)
+        )
 
 
 class Waits(Talk):

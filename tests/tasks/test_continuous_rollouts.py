@@ -99,6 +99,14 @@ def test_continuous_rollouts_equal_batch_rollouts(start: Callable[[], Session]) 
         assert not missing[: len(episode.prompt_ids) + int(np.flatnonzero(episode.loss_mask)[-1])].any()
 
 
+def test_continuous_turns_end_at_their_own_limit() -> None:
+    section = {**TALK, "most": 2}
+    with Scorer(section, workers=2) as scorer:
+        session = Session(mixture(), scorer, section)
+        session.admit(*range(6))
+        assert same(session.all(6), play({"most": 2}, engine=mixture()))
+
+
 def session_with_swapped_weights(start: Callable[[], Session], after: int) -> Session:
     """A session whose engine gets other weights after `after` engine steps."""
     session = start()

@@ -137,6 +137,7 @@ class _Turn:
 
     group: Group
     due: DueTurn
+    params: SamplingParams
     context: list[int]
     key: tuple[int, int, int]
     sample: int  # index of its random numbers
@@ -253,7 +254,7 @@ class ContinuousRollouts:
                 self._advance_turn(group, member)
             return
         turns = [self._make_turn(group, rollout) for rollout in rollouts]
-        self._submit(turns, self._worker.add_stop_texts(self._params, group.task), samples=self._samples)
+        self._submit(turns, turns[0].params, samples=self._samples)
 
     def _observe(self, rollouts: Sequence[Rollout]) -> None:
         """Append the agents' new messages; fail episodes with sub-agents."""
@@ -279,12 +280,12 @@ class ContinuousRollouts:
     def _make_turn(self, group: Group, rollout: Rollout) -> _Turn:
         (due,) = rollout.due
         key, sample = (rollout.key, rollout.sample) if due.is_first else (due.key, 0)
-        return _Turn(group, due, due.trajectory.context(), key, sample, TurnTokens())
+        params = self._worker.turn_params(due, self._params)
+        return _Turn(group, due, params, due.trajectory.context(), key, sample, TurnTokens())
 
     def _request_tokens(self, turn: _Turn) -> None:
         """Request the rest of a turn from the engine, up to the tokens that this version may sample."""
-        params = self._worker.add_stop_texts(self._params, turn.rollout.task)
-        count = len(turn.tokens.token_ids)
+        params, count = turn.params, len(turn.tokens.token_ids)
         max_tokens = min(params.max_tokens - count, self._tokens_allowed(turn))
         if max_tokens <= 0:
             self._paused.append(turn)
@@ -308,7 +309,7 @@ class ContinuousRollouts:
     def _tokens_allowed(self, turn: _Turn) -> int:
         """Return the number of tokens that the current version may sample next in the turn's episode."""
         if turn.group.version_runs is None:
-            return self._params.max_tokens
+            return turn.params.max_tokens
         sample = turn.rollout.sample
         earlier = sum(len(previous.token_ids) for previous in turn.group.finished_turns.get(sample, []))
         position = earlier + len(turn.tokens.token_ids)
@@ -325,7 +326,7 @@ class ContinuousRollouts:
         turn.tokens.extend(delta.token_ids, delta.logprobs, delta.policy_version)
         if not self._turns[delta.request_id]:
             del self._turns[delta.request_id]
-        if delta.finish_reason == "length" and len(turn.tokens.token_ids) < self._params.max_tokens:
+        if delta.finish_reason == "length" and len(turn.tokens.token_ids) < turn.params.max_tokens:
             self._request_tokens(turn)
             return
         turn.tokens.finish_reason = delta.finish_reason

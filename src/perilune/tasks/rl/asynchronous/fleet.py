@@ -64,19 +64,22 @@ class Fleet:
 
     Args:
         weights: bytes of one version.
+        replaces_processes: whether to replace a process that dies; otherwise its end is an error.
 
     Attributes:
         finished: finished groups that no step has trained on yet, by key.
         lost_processes: number of processes that died so far.
-        publish_lag_s: seconds until all processes had loaded the last publication.
+        publish_lag_s: seconds from publishing the last version that all processes have loaded until then.
         write_s: seconds to write the last update.
     """
 
-    def __init__(self, workspace: Workspace, settings: AsynchronousSettings, weights: int) -> None:
+    def __init__(
+        self, workspace: Workspace, settings: AsynchronousSettings, weights: int, *, replaces_processes: bool
+    ) -> None:
         self.finished: dict[Key, Finished] = {}
         self.lost_processes = 0
         self.publish_lag_s = self.write_s = 0.0
-        self._workspace = workspace
+        self._workspace, self._replaces_processes = workspace, replaces_processes
         self._folder = tempfile.TemporaryDirectory(
             prefix=f"rollouts-{os.getpid()}-", dir=_choose_folder(workspace, weights)
         )
@@ -90,9 +93,9 @@ class Fleet:
         self._updates: list[
             tuple[Update, dict[str, Any]]
         ] = []  # the updates that a new process needs, in order
-        self._published = 0.0
+        self._published: dict[int, float] = {}  # times of the versions that a process has not loaded yet
         self._lost_in_a_row = 0
-        self._messages: SimpleQueue[tuple[_Process, Mapping[str, Any] | None]] = SimpleQueue()
+        self._messages: SimpleQueue[tuple[float, _Process, Mapping[str, Any] | None]] = SimpleQueue()
         self._answers: list[str | int] = []
         self._processes = [self._start(number) for number in range(settings.workers)]
 
@@ -121,8 +124,8 @@ class Fleet:
         message = {"weights": path.name, "version": version, "checksum": checksum(loaded)}
         needed = [(old, message) for old, message in self._updates if not update.replaces(old)]
         self._updates = [*needed, (update, message)]
-        self._published = time.monotonic()
-        self.write_s = self._published - start
+        self._published[version] = time.monotonic()
+        self.write_s = self._published[version] - start
         for process in self._processes:
             process.channel.send(message)
         self._remove_old_weights()
@@ -163,8 +166,6 @@ class Fleet:
             process.channel.send({"settle": number})
             self._answers = []
             while number not in self._answers:
-                if process not in self._processes:
-                    raise ProcessLostError("a rollout process died while a schedule was followed")
                 self.receive()
 
     # -- messages from the processes -----------------------------------------------------------------------
@@ -173,13 +174,17 @@ class Fleet:
     def oldest_version(self) -> int:
         return min(process.version for process in self._processes)
 
-    def receive(self) -> None:
-        """Wait for one message and handle it.
+    def receive(self, *, wait: bool = True) -> None:
+        """Handle all messages that have arrived; by default wait for the first.
 
         Raises:
             WorkFailedError: the failure that a process reports; when processes die again and again.
         """
-        process, message = self._messages.get()
+        while wait or not self._messages.empty():
+            self._handle(*self._messages.get())
+            wait = False
+
+    def _handle(self, arrival: float, process: _Process, message: Mapping[str, Any] | None) -> None:
         if process not in self._processes:
             return  # from a process that was replaced
         if message is None:
@@ -193,8 +198,10 @@ class Fleet:
             self._lost_in_a_row = 0
         elif "holds" in message:
             process.version = message["holds"]
-            if self._updates and self.oldest_version == self.last_update.version:
-                self.publish_lag_s = time.monotonic() - self._published
+            oldest = self.oldest_version
+            if oldest in self._published:
+                self.publish_lag_s = arrival - self._published[oldest]
+                self._published = {v: began for v, began in self._published.items() if v > oldest}
         elif "failed" in message:
             raise WorkFailedError(f"a rollout process failed: {message['failed']}")
         else:
@@ -209,11 +216,13 @@ class Fleet:
 
     def _read(self, process: _Process) -> None:
         for message in process.channel.messages():
-            self._messages.put((process, message))
-        self._messages.put((process, None))
+            self._messages.put((time.monotonic(), process, message))
+        self._messages.put((time.monotonic(), process, None))
 
     def _replace(self, process: _Process) -> None:
         end = process.channel.close()
+        if not self._replaces_processes:
+            raise ProcessLostError(f"a rollout process ended with {end} while a schedule was followed")
         self.lost_processes += 1
         self._lost_in_a_row += 1
         if self._lost_in_a_row >= MAX_LOSSES_IN_A_ROW:

@@ -11,6 +11,7 @@ remove long episodes (docs/results/pacing.md).
 import base64
 from collections import ChainMap
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,6 @@ from perilune.watchdog import Watchdog
 from perilune.weights.delta import BoundsComparison, ChangeFinder, CopyComparison
 
 MEMORY_KEY = "asynchronous"  # key of the learner's memory
-MAX_TOKEN_AGE = 100  # times (staleness + 1): no token of a group in flight is older
 
 
 def admission_limit(settings: AsynchronousSettings, prompts: int, completed: int, steps: int) -> int:
@@ -70,7 +70,10 @@ class AsynchronousSampler(GroupSource):
         self._schedule: dict[int, Batch] | None = read_schedule(schedule) if schedule.exists() else None
         self._version_runs = {} if self._schedule is None else dict(ChainMap(*self._schedule.values()))
         weights = sum(tensor.nbytes for tensor in player.policy.decoder.state_dict().values())
-        self._fleet = Fleet(self._workspace, self._settings, weights)
+        self._groups_ready = 0
+        self._fleet = Fleet(
+            self._workspace, self._settings, weights, replaces_processes=self._schedule is None
+        )
         for number, (stream, version_runs) in saved.get("finished", {}).items():
             groups = groups_from_bytes(base64.b64decode(stream))
             self._fleet.finished[self._key(int(number))] = Finished(groups, version_runs)
@@ -116,12 +119,13 @@ class AsynchronousSampler(GroupSource):
 
     def timings(self) -> dict[str, float]:
         """Return size and times of the last update, and the numbers of ready groups and lost processes."""
+        self._fleet.receive(wait=False)
         return {
             "publish_lag": self._fleet.publish_lag_s,
             "weights_bytes": float(self._fleet.last_update.bytes),
             "weights_changed": self._fleet.last_update.changed,
             "weights_seconds": self._fleet.write_s,
-            "groups_ready": float(len(self._fleet.finished)),
+            "groups_ready": float(self._groups_ready),
             "rollout_processes_lost": float(self._fleet.lost_processes),
         }
 
@@ -140,8 +144,22 @@ class AsynchronousSampler(GroupSource):
             },
             "recorded": {str(self._number(key)): samples for key, samples in recorded.items()},
             "finished": finished,
-            "versions": {str(version): checksum for version, checksum in self._recent_versions().items()},
+            "versions": {
+                str(version): self.versions[version] for version in self._waiting_versions(recorded)
+            },
         }
+
+    def _waiting_versions(self, recorded: Mapping[Key, Any]) -> list[int]:
+        """Return the versions that sampled a token of a group that no step has trained on.
+
+        Args:
+            recorded: the turns of each sample of the unfinished groups.
+        """
+        turns = chain.from_iterable(chain.from_iterable(recorded.values()))
+        runs = chain.from_iterable(
+            chain.from_iterable(finished.version_runs) for finished in self._fleet.finished.values()
+        )
+        return sorted({*chain.from_iterable(turn["versions"] for turn in turns), *(run[0] for run in runs)})
 
     def _publish(self) -> None:
         """Send the learner's weights if they are new."""
@@ -194,19 +212,16 @@ class AsynchronousSampler(GroupSource):
                 self._fleet.wait_until_idle(step)
                 numbers = list(self._schedule[step])
             else:
+                self._fleet.receive(wait=False)
                 while len(self._fleet.finished) < self._spec.prompts:
                     self._fleet.receive()
                     wait.progress()
                 numbers = sorted(map(self._number, self._fleet.finished))[: self._spec.prompts]
+        self._groups_ready = len(self._fleet.finished) - len(numbers)
         return {
             number: (self._waiting.pop(number), self._fleet.finished.pop(self._key(number)))
             for number in numbers
         }
-
-    def _recent_versions(self) -> dict[int, str]:
-        """Return the versions that may have sampled a token of a group in flight."""
-        oldest = max(self.versions, default=0) - MAX_TOKEN_AGE * (self._settings.staleness + 1)
-        return {version: checksum for version, checksum in self.versions.items() if version >= oldest}
 
     def _key(self, number: int) -> Key:
         """Return the (step, index) key of a group's random numbers: the same as without staleness."""
