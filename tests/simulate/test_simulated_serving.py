@@ -93,6 +93,18 @@ def test_autoscaler_follows_the_request_rate_and_saves_cost() -> None:
         serve(Replica(machines, MODEL), arrivals, prefill=1, autoscaling=settings)
 
 
+def test_autoscaler_releases_replicas_during_a_gap_in_arrivals() -> None:
+    """The rate asks for four replicas until the 120 arrivals leave the window, and for one a window later."""
+    settings = Autoscaling.parse("1:1:5")
+    busy = [n / 4 for n in range(480)]
+    scaled = assign_replicas(settings, [*busy, 10_000.0], max_replicas=8)
+    before = assign_replicas(settings, busy, max_replicas=8)
+    assert before.last == 4
+    gap = scaled.seconds - before.seconds
+    # After the last arrival at 119.75 s, a replica more than the first is held for 60 s plus 15, 30 or 45 s.
+    assert gap == pytest.approx(10_000 - 119.75 + 3 * 60 + 15 + 30 + 45, abs=1)
+
+
 def test_figures_report_latency_goodput_and_cost() -> None:
     served = [Served(Arrival(0, 0.0, 5, 11), 1.0, 2.0), Served(Arrival(1, 1.0, 5, 1), 4.0, 4.0)]
     machines = parse_machines("2xL4@3.6")

@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import merge
 from itertools import count
 
 from perilune.errors import RequestError
@@ -79,28 +80,38 @@ def assign_replicas(settings: Autoscaling, times: Sequence[float], max_replicas:
         times: of the arrivals, ascending.
         max_replicas: maximum number of replicas at once.
     """
-    result, last, numbers = ScalingResult(), times[0], count()
-    recent: deque[float] = deque()
-    demand: deque[tuple[float, int]] = deque()  # (time, replicas), so that the first has the most
+    result, last, numbers, window = ScalingResult(), times[0], count(), settings.window
+    in_window = turn = 0
+    demand: deque[tuple[float, int]] = deque()  # (time since which no more were required, replicas)
     # The number of each replica, and the time from which it serves.
     replicas = [(next(numbers), -math.inf) for _ in range(min(settings.min_replicas, max_replicas))]
-    for turn, now in enumerate(times):
+    # Each arrival changes the rate twice. Replicas can be released one window after the rate has fallen.
+    left = [time + window for time in times]
+    changes = (
+        [(time, 1) for time in times],
+        [(time, -1) for time in left],
+        [(time + window, 0) for time in left],
+    )
+    for now, change in merge(*changes):
         result.seconds += (now - last) * len(replicas)
         last = now
-        recent.append(now)
-        while recent[0] <= now - settings.window:
-            recent.popleft()
-        required = math.ceil(len(recent) / settings.window / settings.rate)
+        in_window += change
+        required = math.ceil(in_window / window / settings.rate)
         required = min(max_replicas, max(settings.min_replicas, required))
+        since = now
         while demand and demand[-1][1] <= required:
-            demand.pop()
-        demand.append((now, required))
-        while demand[0][0] <= now - settings.window:
+            since, _ = demand.pop()
+        demand.append((since, required))
+        while len(demand) > 1 and demand[1][0] + window <= now:
             demand.popleft()
         replicas += [(next(numbers), now + settings.startup) for _ in range(required - len(replicas))]
         del replicas[demand[0][1] :]
-        serving = [number for number, since in replicas if since <= now]
-        result.replica_of.append(serving[turn % len(serving)])
         result.peak = max(result.peak, len(replicas))
+        if change == 1:
+            serving = [number for number, since in replicas if since <= now]
+            result.replica_of.append(serving[turn % len(serving)])
+            turn += 1
+        if turn == len(times):
+            break
     result.last = len(replicas)
     return result
