@@ -75,6 +75,17 @@ def copy_into(own: Mapping[str, Tensor], loaded: Mapping[str, Tensor], directory
     """Copy tensors by name, bits unchanged.
 
     Raises:
+        RequestError: as `check_fits`.
+    """
+    check_fits(own, loaded, directory)
+    for name, tensor in own.items():
+        tensor.copy_(loaded[name])
+
+
+def check_fits(own: Mapping[str, Tensor], loaded: Mapping[str, Tensor], directory: Path) -> None:
+    """Check that loaded tensors have the names, shapes and dtypes of `own`.
+
+    Raises:
         RequestError: naming a tensor that is missing, unknown, or of another shape or dtype.
     """
     unmatched = sorted(own.keys() ^ loaded.keys())
@@ -89,7 +100,6 @@ def copy_into(own: Mapping[str, Tensor], loaded: Mapping[str, Tensor], directory
                 f"the model has {tensor.dtype} {list(tensor.shape)}",
                 where=str(directory),
             )
-        tensor.copy_(source)
 
 
 def find_latest_complete(parent: Path) -> Path | None:

@@ -9,12 +9,14 @@ not bit for bit.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from perilune.learn.checkpoints import check_fits
 from perilune.learn.distributed import Ranks
 from perilune.models.attention import PackedAttention
 from perilune.models.decoder import Decoder
@@ -147,6 +149,34 @@ class ShardedDecoder:
         for name in self._sharded.keys() & whole.keys():
             rows = torch.chunk(whole[name], count)
             shards[name] = rows[rank] if rank < len(rows) else whole[name][:0]
+        return shards
+
+    def scatter(
+        self, whole: Mapping[str, Tensor], parts: Mapping[str, Tensor], directory: Path
+    ) -> dict[str, Tensor]:
+        """Return this rank's shards of the tensors `whole` of the first rank, in CPU memory.
+
+        Args:
+            whole: ignored in other ranks, which may be on machines without the checkpoint.
+            parts: this rank's shards of tensors with the same names, shapes and dtypes.
+
+        Raises:
+            RequestError: as `check_fits`, in the first rank.
+        """
+        like = {
+            name: torch.empty_like(part, device="meta")
+            if name not in self._sharded
+            else torch.empty(self._sharded[name].shape, dtype=part.dtype, device="meta")
+            for name, part in parts.items()
+        }
+        if self._ranks.leads:
+            check_fits(like, whole, directory)
+        shards = {}
+        for name, shape in like.items():
+            tensor = whole[name] if self._ranks.leads else torch.empty_like(shape, device="cpu")
+            with self._ranks.waiting("the checkpoint"):
+                dist.broadcast(tensor, 0)
+            shards[name] = self.shard({name: tensor})[name].clone()
         return shards
 
 

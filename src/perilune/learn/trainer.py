@@ -8,6 +8,7 @@ A training step is
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -273,11 +274,23 @@ class Learner:
     def load_state(self, directory: Path) -> dict[str, Any]:
         """Restore a saved learner, bit for bit, and return its `extra`.
 
+        With sharded training, all ranks must call this, and only rank 0 reads the files.
+
         Raises:
             RequestError: when files are missing or damaged, the tensors do not fit this decoder, or the
                 checkpoint was trained with other frozen weights.
         """
-        tensors, state = checkpoints.read(directory, ("weights", "first_moments", "second_moments"))
+        own = {
+            "weights": self.optimizer.parameters,
+            "first_moments": self.optimizer.first,
+            "second_moments": self.optimizer.second,
+        }
+        tensors: dict[str, dict[str, Tensor]] = {}
+        state: dict[str, Any] = {}
+        if self._sharded is None or self.ranks.leads:
+            tensors, state = checkpoints.read(directory, own)
+        if self._sharded is not None:
+            state = json.loads(self.ranks.broadcast("the checkpoint", json.dumps(state)))
         if state.get("frozen", "") != self._frozen:
             raise RequestError(
                 f"the checkpoint belongs to frozen weights with checksum {state.get('frozen') or 'none'}, but"
@@ -285,10 +298,12 @@ class Learner:
                 where=str(directory),
             )
         if self._sharded is not None:
-            tensors = {name: self._sharded.shard(whole) for name, whole in tensors.items()}
-        checkpoints.copy_into(self.optimizer.parameters, tensors["weights"], directory)
-        checkpoints.copy_into(self.optimizer.first, tensors["first_moments"], directory)
-        checkpoints.copy_into(self.optimizer.second, tensors["second_moments"], directory)
+            tensors = {
+                kind: self._sharded.scatter(tensors.get(kind, {}), parts, directory)
+                for kind, parts in own.items()
+            }
+        for kind, parts in own.items():
+            checkpoints.copy_into(parts, tensors[kind], directory)
         if self._sharded is not None:
             self._sharded.publish(self.decoder)
         self.version = int(state["version"])
