@@ -34,6 +34,17 @@ def test_real_time_signal_is_the_cause_of_an_ending(tmp_path: Path) -> None:
     assert (ending.signal, ending.cause, ending.message) == (40, Cause.SIGNALLED, "killed by signal 40")
 
 
+@pytest.mark.parametrize(
+    "report", [b'{"cause": "work_fai', b"[]", b"{}", b'{"cause": "x", "message": ""}', b"\xff"]
+)
+def test_damaged_failure_report_leaves_the_exit_code(report: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "failure.json"
+    path.write_bytes(report)
+    ending = find_ending(1, path, stopped=False, memory_kill=False)
+    assert (ending.exit_code, ending.cause) == (1, Cause.EXITED)
+    assert ending.message == "the task exited with code 1"
+
+
 def test_count_memory_kills_counts_only_its_own_control_group() -> None:
     """An out-of-memory kill of another job does not explain a killed task."""
     before = count_memory_kills()

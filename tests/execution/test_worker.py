@@ -20,6 +20,7 @@ from drill_cases import (
     wait_for,
 )
 
+from perilune.bundle.digest import BUNDLE_FILE, bundle_document, frozen_entries
 from perilune.bundle.freeze import freeze
 from perilune.bundle.verify import verify
 from perilune.execution.claim import read_claim
@@ -118,6 +119,17 @@ def test_worker_rejects_bundle_with_unexpected_digest(tmp_path: Path) -> None:
     (bundle / "runtime" / "run.json").write_text(json.dumps({"bundle_digest": "0" * 64}))
     start_worker(bundle).wait()
     assert verdict_of(bundle)["cause"] == "bundle_rejected"
+
+
+def test_worker_leaves_a_verdict_for_a_job_that_it_cannot_read(tmp_path: Path) -> None:
+    """For example one of another version, whose digest is right."""
+    bundle = drill_bundle(tmp_path / "bundle")
+    for name, content in (("job.json", b"{}"), (BUNDLE_FILE, b"")):
+        (bundle / name).chmod(0o644)
+        (bundle / name).write_bytes(content or bundle_document(frozen_entries(bundle)))
+    assert start_worker(bundle).wait() == 1
+    verdict = verdict_of(bundle)
+    assert verdict["cause"] == "request_error" and "job.json" in verdict["message"]
 
 
 def test_secret_reaches_task_and_no_file_or_command_line(tmp_path: Path) -> None:

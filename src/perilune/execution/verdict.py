@@ -1,5 +1,6 @@
 """The verdict in runtime/result.json: how an attempt ended."""
 
+import contextlib
 import errno
 import signal
 import traceback
@@ -136,8 +137,9 @@ def find_ending(status: int, failure: Path, *, stopped: bool, memory_kill: bool)
     if number is not None:
         return Ending(None, number, *_find_signal_ending(number, memory_kill))
     if failure.exists():
-        report = read_json(failure)
-        return Ending(code, None, Cause(report["cause"]), str(report["message"]))
+        with contextlib.suppress(RequestError, OSError, KeyError, TypeError, ValueError):  # it is damaged
+            report = read_json(failure)
+            return Ending(code, None, Cause(report["cause"]), str(report["message"]))
     if stall := read_stall(failure.parent):
         message = f"{stall}; the stacks of all threads are in {failure.parent.name}/{STACKS_FILE}"
         return Ending(code, None, Cause.STALLED, message)

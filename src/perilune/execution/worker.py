@@ -23,14 +23,22 @@ from typing import Any
 import psutil
 
 from perilune.bundle.hardware import HardwareSampler
-from perilune.bundle.job import Job
+from perilune.bundle.inspection import read_job
 from perilune.bundle.manifest import write_manifest
 from perilune.bundle.verify import require_verified
 from perilune.errors import PeriluneError, RequestError
 from perilune.execution.claim import CLAIM_VARIABLE, Claim, hold_claim
 from perilune.execution.processes import adopt_orphans, die_with_parent, kill_all
 from perilune.execution.ranks import Node, Ranks, write_logs
-from perilune.execution.verdict import RESERVE_FILE, Cause, Ending, Verdict, count_memory_kills, find_cause
+from perilune.execution.verdict import (
+    RESERVE_FILE,
+    Cause,
+    Ending,
+    Verdict,
+    count_memory_kills,
+    describe_error,
+    find_cause,
+)
 from perilune.files import canonical_json, fsync_directory, read_json, write_json
 from perilune.redaction import redact_output, redact_text
 
@@ -82,7 +90,9 @@ class _Supervisor:
                 try:
                     self._prepare()
                     ending = self._run_task()
-                except (PeriluneError, OSError) as error:
+                except Exception as error:
+                    if not isinstance(error, PeriluneError | OSError):
+                        traceback.print_exc()
                     ending = _refused_ending(error)
                 finally:
                     kill_all(_descendants, grace=0.0)
@@ -99,7 +109,7 @@ class _Supervisor:
             require_verified(self.bundle, expected)
         except RequestError as error:
             raise _RejectedError(error.what, where=error.where, remedy=error.remedy) from None
-        self.job = Job.model_validate(read_json(self.bundle / "job.json"))
+        self.job = read_job(self.bundle)
         self.leads = Node.from_environment(self.job).number == 0
 
     def _run_task(self) -> Ending:
@@ -123,7 +133,7 @@ class _Supervisor:
             write_logs(self.bundle)
             _make_durable(self.artifacts)
             digest = write_manifest(self.bundle)
-        except (PeriluneError, OSError) as error:
+        except Exception as error:
             if ending.cause is Cause.NONE:
                 full = find_cause(error) is Cause.DISK_FULL
                 cause = Cause.DISK_FULL if full else Cause.ARTIFACT_INVALID
@@ -180,11 +190,12 @@ class _RejectedError(RequestError):
     """The bundle differs from what was frozen."""
 
 
-def _refused_ending(error: PeriluneError | OSError) -> Ending:
+def _refused_ending(error: Exception) -> Ending:
     """Return the ending of an attempt whose task never started."""
     if isinstance(error, _RejectedError):
         return Ending(None, None, Cause.BUNDLE_REJECTED, str(error))
-    return Ending(None, None, find_cause(error), str(error))
+    message = str(error) if isinstance(error, OSError) else describe_error(error)
+    return Ending(None, None, find_cause(error), message)
 
 
 def _descendants() -> list[psutil.Process]:
