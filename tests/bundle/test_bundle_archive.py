@@ -98,6 +98,7 @@ def test_pack_rejects_existing_file_and_incomplete_bundle(bundle: Path, packed: 
         "a\\b",
         "a\nb",
         "x" * 2000,
+        "a/" * 100 + "b",
         "a/../b",
     ],
 )

@@ -14,9 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perilune.bundle.attested import REMOVED, read_unverified_removals
-from perilune.bundle.digest import BUNDLE_FILE, bundle_digest, frozen_entries, recorded_digest
+from perilune.bundle.digest import (
+    BUNDLE_FILE,
+    Entry,
+    bundle_digest,
+    bundle_document,
+    frozen_entries,
+    recorded_digest,
+)
 from perilune.bundle.inspection import inspect, read_job
-from perilune.bundle.manifest import write_manifest
+from perilune.bundle.manifest import manifest_bytes, write_manifest
 from perilune.bundle.verify import require_verified, verify
 from perilune.errors import RequestError, WorkFailedError
 from perilune.files import canonical_json, sha256_bytes, sha256_file, write_json
@@ -209,6 +216,19 @@ def test_verify_rejects_missing_and_incomplete_bundles(tmp_path: Path, bundle: P
 def test_verify_reports_malformed_bundle_file(bundle: Path, content: bytes) -> None:
     rewrite(bundle / BUNDLE_FILE, content)
     assert first_difference(bundle) == (BUNDLE_FILE, "changed")
+
+
+def test_verify_reports_paths_that_are_not_text(bundle: Path) -> None:
+    rewrite(bundle / BUNDLE_FILE, bundle_document([Entry(1, 2, "0", "0444")]))  # type: ignore[arg-type]
+    assert first_difference(bundle) == (BUNDLE_FILE, "changed")
+
+
+def test_verify_reports_manifest_whose_entries_are_lists(bundle: Path) -> None:
+    write_artifacts(bundle)
+    (bundle / "runtime" / "result.json").unlink()
+    listed: Any = {"metrics.jsonl": ["size", "sha256"]}
+    (bundle / "artifacts" / "manifest.json").write_bytes(manifest_bytes(listed))
+    assert first_difference(bundle) == ("artifacts/manifest.json", "changed")
 
 
 def test_verify_reports_listed_path_outside_bundle_as_missing(bundle: Path) -> None:

@@ -20,6 +20,7 @@ from perilune.files import is_inside_root, open_regular
 
 _CHUNK = 1 << 20  # bytes read at a time; a larger header is an attack
 _MAX_PATH_CHARS = 1024  # characters
+_MAX_DEPTH = 64  # folders around a file: a small archive could otherwise create millions
 _MAX_RATIO = 100  # unpacked bytes for each byte of an archive
 _BASE_BYTES = 1 << 28  # unpacked bytes that are allowed in addition
 
@@ -170,6 +171,7 @@ def _safe_path(member: tarfile.TarInfo) -> PurePosixPath:
     name = member.name
     if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE) or member.issparse():
         raise RequestError(f"{name!r} is a link or a special file; a bundle has none")
-    if len(name) > _MAX_PATH_CHARS or not name.isprintable() or "\\" in name or not is_inside_root(name):
+    too_long = len(name) > _MAX_PATH_CHARS or name.count("/") > _MAX_DEPTH
+    if too_long or not name.isprintable() or "\\" in name or not is_inside_root(name):
         raise RequestError(f"{name[:200]!r} is not a plain relative path")
     return PurePosixPath(name)

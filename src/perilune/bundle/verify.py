@@ -112,7 +112,7 @@ def _parse_entries(data: bytes) -> dict[str, Entry] | None:
     try:
         document = json.loads(data)
         entries = [Entry(**file) for file in document["files"]]
-        exact = data == bundle_document(entries)
+        exact = data == bundle_document(entries) and all(isinstance(entry.path, str) for entry in entries)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return {entry.path: entry for entry in entries} if exact else None
@@ -195,7 +195,7 @@ def _manifest_files(path: Path) -> dict[str, Any] | None:
     data = path.read_bytes()
     try:
         files: dict[str, Any] = json.loads(data)["files"]
-        shaped = all(set(file) == {"size", "sha256"} for file in files.values())
+        shaped = all(file.keys() == {"size", "sha256"} for file in files.values())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return files if shaped and data == manifest_bytes(files) else None
