@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import os
 import threading
 from pathlib import Path
@@ -116,6 +117,17 @@ def test_task_and_log_outlive_the_reader_of_the_echo(tmp_path: Path, monkeypatch
         with contextlib.suppress(BrokenPipeError):
             stdout.close()
     assert whole(tmp_path) == printed
+
+
+def test_task_prints_characters_that_stdout_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise nothing would read the pipe any more, and the task would wait forever."""
+    shown = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    pump = LogPump(tmp_path, Redactor(), echo=True)
+    os.write(pump.writer, "1 → 2\n".encode())
+    pump.close()
+    assert shown.getvalue() == b"1 ? 2\n"
+    assert (tmp_path / "runtime.log").read_text() == "1 → 2\n"
 
 
 def test_log_tail_spans_pieces(tmp_path: Path) -> None:

@@ -69,7 +69,8 @@ class LogWriter:
             name = f"{LOG_NAME}.{self._at}" if self._at else LOG_NAME
             self._file = (self._runtime / name).open("ab", buffering=0)
         for _, path in log_pieces(self._runtime)[1 : -1 - KEPT_PIECES]:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 class LogPump:
@@ -103,10 +104,12 @@ class LogPump:
     def _write(self, text: bytes) -> None:
         self._log.write(text)
         if self._echo is not None:
+            encoding = sys.stdout.encoding or "utf-8"
+            shown = escape_control(self._echo.decode(text)).encode(encoding, "replace").decode(encoding)
             try:
-                sys.stdout.write(escape_control(self._echo.decode(text)))
+                sys.stdout.write(shown)
                 sys.stdout.flush()
-            except OSError:  # nobody reads stdout any more, but the task goes on
+            except (OSError, ValueError):  # stdout was closed, but the task goes on
                 self._echo = None
 
 
