@@ -148,6 +148,21 @@ def test_file_changed_during_transfer_is_pulled_again(there: There, home: Path) 
     assert (home / "artifacts" / "big").read_bytes() == second
 
 
+@pytest.mark.parametrize(
+    "content", [b"nothing", b"[]", b'{"files": {"a": 1}}', b'{"files": {"a": {"size": 1}}}']
+)
+def test_malformed_manifest_is_refused(there: There, home: Path, content: bytes) -> None:
+    there.write("artifacts/a", b"x")
+    there.write("artifacts/manifest.json", content)
+    verdict = {"epoch": 1, "cause": "", "manifest_digest": sha256_bytes(content)}
+    there.write("runtime/result.json", json.dumps(verdict).encode())
+    with mirrored(home) as mirror:
+        assert mirror is not None
+        there.pull(mirror, last=True)
+        with pytest.raises(WorkFailedError, match="malformed"):
+            mirror.settle()
+
+
 def test_pull_skips_temporary_and_hidden_files(there: There, home: Path) -> None:
     for path in ("artifacts/checkpoints/.step-1.tmp/state", "artifacts/.hidden", "runtime/worker.lock"):
         there.write(path, b"x")

@@ -7,7 +7,7 @@ from perilune.errors import RequestError
 from perilune.execution.claim import Claim, read_claim
 from perilune.execution.processes import Presence
 from perilune.execution.verdict import Verdict, make_damaged_verdict, read_verdict
-from perilune.files import read_json
+from perilune.files import finite_number, read_json_or_empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,5 @@ def observe_files(bundle: Path, epoch: int) -> Observation:
 
 
 def _heartbeat(runtime: Path, epoch: int) -> int:
-    try:
-        beat = read_json(runtime / "heartbeat.json")
-    except RequestError:
-        return 0
-    return int(beat["count"]) if beat.get("epoch") == epoch else 0
+    beat = read_json_or_empty(runtime / "heartbeat.json")
+    return int(finite_number(beat.get("count")) or 0) if beat.get("epoch") == epoch else 0

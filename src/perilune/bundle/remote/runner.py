@@ -717,7 +717,7 @@ def end_marked(attempt: Attempt, claim: dict[str, Any]) -> bool:
     marks = {f"{MARK}={claim['nonce']}".encode()}
     worker = read_json(attempt.runtime / "claim.json")
     if worker is not None:
-        marks.add(f"{WORKER_MARK}={worker['nonce']}".encode())
+        marks.add(f"{WORKER_MARK}={worker.get('nonce')}".encode())
     until = time.monotonic() + EXIT_MARGIN_S
     while True:
         remaining = [pid for pid in processes() if marks & environment_of(pid) and starttime(pid)]
@@ -794,7 +794,7 @@ def prctl(option: int, value: int) -> None:
 def read_json(path: Path) -> dict[str, Any] | None:
     try:
         document = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) else None
 

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Literal
 
 from perilune.bundle.remote.runner import stays_on_machine
 from perilune.bundle.storage import storage_errors
-from perilune.errors import WorkFailedError
+from perilune.errors import RequestError, WorkFailedError
 from perilune.execution.hosts.protocol import HostRefusedError
 from perilune.files import (
     canonical_json,
@@ -128,7 +128,12 @@ class Mirror:
                 if not arrived.exists() or sha256_file(arrived) != result["manifest_digest"]:
                     self._forget(MANIFEST)
                     raise WorkFailedError(f"{MANIFEST} does not have the digest in the verdict")
-                self._check(read_json(arrived)["files"])
+                try:
+                    self._check(read_json(arrived)["files"])
+                except HostRefusedError:
+                    raise
+                except (RequestError, KeyError, TypeError, AttributeError):
+                    raise WorkFailedError(f"{MANIFEST} is malformed") from None
                 self._place(arrived, self.directory / MANIFEST)
             self._place(self._arriving / RESULT, self.directory / RESULT)
         shutil.rmtree(self._arriving, ignore_errors=True)
