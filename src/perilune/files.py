@@ -289,11 +289,16 @@ def write_json_lines(path: Path, values: Iterable[Any]) -> None:
 
 
 def append_json_line(path: Path, value: Any) -> None:
-    """Append one JSON line in a single write, so that lines of several writers do not interleave."""
+    """Append one JSON line in a single write, so that lines of several writers do not interleave.
+
+    Raises:
+        OSError: when the disk has no room for the whole line.
+    """
     line = canonical_json(redact_document(value)) + b"\n"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        os.write(descriptor, line)
+        while line:  # a nearly full disk takes a part, and then refuses the rest
+            line = line[os.write(descriptor, line) :]
     finally:
         os.close(descriptor)
 

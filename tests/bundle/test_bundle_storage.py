@@ -20,7 +20,7 @@ from perilune.bundle.shared_files import SharedFiles
 from perilune.bundle.storage import copy_file, storage_errors
 from perilune.bundle.verify import verify
 from perilune.errors import RequestError
-from perilune.files import sha256_file
+from perilune.files import append_json_line, read_json_lines, sha256_file
 
 NOBODY = 65534
 InChild = Callable[[Callable[[], None], Callable[[], object]], str]
@@ -123,6 +123,14 @@ def test_freeze_copies_shared_files_across_file_systems(
     shutil.copy(weights, small_disk / sha256_file(weights))
     assert freeze(make_job(), inputs, home / "b", SharedFiles(home)) == first
     assert verify(home / "b") == [] and weights.stat().st_nlink == 1
+
+
+def test_appending_a_line_that_fits_in_part_is_an_error(tmp_path: Path, in_child: InChild) -> None:
+    """Otherwise the next line would continue the incomplete one."""
+    line = {"text": "x" * 4090}
+    message = in_child(limit_file_size, lambda: append_json_line(tmp_path / "metrics.jsonl", line))
+    assert message.startswith("OSError"), message
+    assert list(read_json_lines(tmp_path / "metrics.jsonl")) == []
 
 
 def test_write_manifest_leaves_no_file_on_full_disk(small_disk: Path, in_child: InChild) -> None:
