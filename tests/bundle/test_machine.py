@@ -13,7 +13,9 @@ from perilune.bundle.machine import (
     control_group_limits,
     describe_machine,
     observe_machine,
+    usable_threads,
 )
+from perilune.execution.providers.ray.cluster.folders import CORES, environment
 
 GIB = 2**30
 
@@ -50,6 +52,15 @@ def test_cpu_affinity_limits_usable_cores():
         assert observe_machine().processor.usable_cores <= 1
     finally:
         os.sched_setaffinity(0, allowed)
+
+
+def test_cores_reserved_by_ray_limit_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray reserves cores without a control group or an affinity."""
+    monkeypatch.delenv(CORES, raising=False)
+    assert CORES not in environment("/home")
+    monkeypatch.setattr(os, "environ", environment("/home", 1.5))
+    assert observe_machine().processor.usable_cores <= 1.5
+    assert usable_threads() == 1
 
 
 def test_cgroup_v2_takes_lowest_limit_of_enclosing_groups(tmp_path):

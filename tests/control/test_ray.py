@@ -152,6 +152,7 @@ def test_host_transfers_command_data_unchanged_and_checks_tokens(
     assert missing.exit_code == 127 and "No such file" in missing.errors
     environment = host.run(["env"]).output.decode()
     assert ray.token not in environment and "RAY_" not in environment and "PERILUNE_HOLDER=" in environment
+    assert "PERILUNE_CORES=1.0\n" in environment
     with pytest.raises(HostUnreachableError, match="no end within"):
         host.run(["sleep", "60"], timeout=0.5)
     with pytest.raises(HostRefusedError, match="is not this machine"):

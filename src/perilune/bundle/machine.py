@@ -36,7 +36,7 @@ _SIMD = (
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """The CPU. `usable_cores` is limited by affinity and control groups; a fraction is a CPU quota."""
+    """The CPU. `usable_cores` is limited by affinity, control groups and Ray; a fraction is a quota."""
 
     model: str
     architecture: str
@@ -90,6 +90,9 @@ def describe_machine() -> dict[str, Any]:
     return facts
 
 
+CORES = "PERILUNE_CORES"  # variable: CPU cores that Ray has reserved for this process's machine
+
+
 def observe_machine() -> Machine:
     """Observe the machine, in a few milliseconds. Never raises for an unknown fact."""
     import psutil
@@ -97,7 +100,8 @@ def observe_machine() -> Machine:
     limits = control_group_limits()
     logical = psutil.cpu_count(logical=True) or 1
     total = psutil.virtual_memory().total
-    cores = float(_cores_by_affinity(logical))
+    reserved = float(os.environ.get(CORES, "inf"))
+    cores = min(float(_cores_by_affinity(logical)), reserved)
     return Machine(
         system=platform.system(),
         kernel=platform.release(),

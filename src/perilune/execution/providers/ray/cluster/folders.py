@@ -14,6 +14,7 @@ import shutil
 from pathlib import Path
 
 HOLDER = "PERILUNE_HOLDER"  # variable of everything that runs on a machine: the process that owns it
+CORES = "PERILUNE_CORES"  # variable: CPU cores that Ray has reserved for the machine
 NAME = re.compile(r"perilune-[0-9a-z-]+\.(\d+)\.(\d+)\.([0-9a-f]{16})\.([0-9a-f]{16})")
 
 
@@ -29,16 +30,21 @@ def create_home(key: str, workspace: str) -> str:
     return str(home)
 
 
-def environment(home: str) -> dict[str, str]:
+def environment(home: str, cores: float = 0.0) -> dict[str, str]:
     """Return the variables for commands on a machine: the node's, without Ray's, and with the machine's home.
 
     The cache directory stays the node's, shared by all its machines.
+
+    Args:
+        cores: reserved CPU cores; 0 sets no limit.
     """
     rays = ("RAY_", "PYTHONBREAKPOINT")
     kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(rays)}
     kept.setdefault("XDG_CACHE_HOME", str(Path("~/.cache").expanduser()))
     kept["HOME"] = home
     kept[HOLDER] = f"{os.getpid()} {starttime(os.getpid())}"
+    if cores:
+        kept[CORES] = str(cores)
     own = [path for path in kept.pop("PYTHONPATH", "").split(os.pathsep) if path and path != str(Path.cwd())]
     return {**kept, "PYTHONPATH": os.pathsep.join(own)} if own else kept
 

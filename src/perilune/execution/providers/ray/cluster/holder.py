@@ -89,7 +89,7 @@ def create_machine(options: argparse.Namespace, group: PlacementGroup, rank: int
         runtime_env={"env_vars": {"RAY_worker_niceness": "0"}},  # Ray lowers the priority by default
         **options_of,
     )
-    return actor.remote(name, options.workspace, token)
+    return actor.remote(name, options.workspace, token, options.resources.get("CPU", 0.0))
 
 
 if __name__ == "__main__":

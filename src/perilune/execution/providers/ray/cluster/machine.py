@@ -29,10 +29,12 @@ class Machine:
     Args:
         workspace: folder on this node for the folders of machines.
         token: which clients must prove to know.
+        cores: CPU cores that Ray has reserved for it; 0 is unknown.
     """
 
-    def __init__(self, key: str, workspace: str, token: str) -> None:
+    def __init__(self, key: str, workspace: str, token: str, cores: float = 0.0) -> None:
         self._home, self._token = create_home(key, workspace), token
+        self._environment = environment(self._home, cores)
         self._nonces: list[str] = []
         self._commands: dict[str, Command] = {}
 
@@ -66,7 +68,7 @@ class Machine:
             if time.monotonic() - other.touched > FORGOTTEN:
                 self.close(name)
         name = uuid.uuid4().hex
-        self._commands[name] = Command(command, self._home)
+        self._commands[name] = Command(command, self._home, self._environment)
         return name
 
     def write(self, name: str, data: bytes) -> int:
@@ -95,7 +97,7 @@ class Command:
         touched: time of the last call, on the monotonic clock.
     """
 
-    def __init__(self, command: list[str], home: str) -> None:
+    def __init__(self, command: list[str], home: str, environment: dict[str, str]) -> None:
         self.touched = time.monotonic()
         self._ended: float | None = None
         try:
@@ -106,7 +108,7 @@ class Command:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 cwd=home,
-                env=environment(home),
+                env=environment,
                 start_new_session=True,
             )
         except OSError as error:  # report it like a shell
