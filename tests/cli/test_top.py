@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,8 +99,14 @@ def test_top_prints_text_without_a_terminal(perilune: Command, control: Control)
     (document,) = json.loads(perilune("top", "--json")[1])["runs"]
     done = document["progress"]["done"]  # progress is written for some steps only
     assert done in {1, 2} and document["elapsed"] > 0
-    (row,) = live_stages(control, 10, now=control.run(run).created + 10)
-    assert row.cells()[5] == {1: "0:40", 2: "0:15"}[done]
+    (row,) = live_stages(control, 10)
+    began = document["progress"]["began"]
+    assert began["done"] == 1 and began["time"] <= document["progress"]["time"]
+    # The time in the queue and the steps of earlier attempts do not count.
+    resumed = {"done": 30, "total": 50, "unit": "steps", "figures": {}, "time": 1020.0}
+    resumed["began"] = {"done": 20, "time": 1000.0}
+    assert replace(row, progress=resumed, seconds=5000.0).cells()[5] == "0:40"
+    assert replace(row, progress=resumed | {"began": {"done": 30, "time": 1020.0}}).cells()[5] == ""
     assert perilune("cancel", run)[0] == 0
 
 

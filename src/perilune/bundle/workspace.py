@@ -48,6 +48,7 @@ class Workspace:
         for directory in (self.artifacts, self.runtime):
             directory.mkdir(exist_ok=True)
         self._last_progress = 0.0
+        self._progress_began: dict[str, Any] = {}
         self._only_for_resuming: list[Path] = []
 
     def input(self, name: str) -> Path:
@@ -116,12 +117,20 @@ class Workspace:
                 path.unlink()
 
     def progress(self, done: int, total: int, unit: str = "steps", **figures: float) -> None:
-        """Report progress. Cheap enough to call at every step."""
-        now = time.monotonic()
+        """Report progress. Cheap enough to call at every step.
+
+        The report has the first one of this attempt with the same unit and total as `began`, for estimates
+        of the time left.
+        """
+        now, clock = time.monotonic(), time.time()
+        key = {"unit": unit, "total": total}
+        if not self._progress_began or key != {name: self._progress_began[name] for name in key}:
+            self._progress_began = {**key, "done": done, "time": clock}
         if done < total and now - self._last_progress < PROGRESS_INTERVAL:
             return
         self._last_progress = now
-        line = {"done": done, "total": total, "unit": unit, "figures": figures, "time": time.time()}
+        began = {name: self._progress_began[name] for name in ("done", "time")}
+        line = {"done": done, **key, "figures": figures, "time": clock, "began": began}
         temporary = self.runtime / ".progress.tmp"
         temporary.write_bytes(canonical_json(redact_document(line)))
         temporary.replace(self.runtime / "progress.json")  # without fsync, because progress may be lost

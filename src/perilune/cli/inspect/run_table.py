@@ -68,6 +68,17 @@ class LiveStage:
             return None
         return min(1.0, float(self.progress["done"]) / float(self.progress["total"]))
 
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until the end at the speed since the attempt's first report; None if unknown."""
+        if self.progress is None or not (began := self.progress.get("began")):
+            return None
+        done = self.progress["done"] - began["done"]
+        if done <= 0 or self.progress["done"] >= self.progress["total"]:
+            return None
+        rest = self.progress["total"] - self.progress["done"]
+        return float(max(0.0, self.progress["time"] - began["time"]) / done * rest)
+
     def cells(self) -> tuple[str, ...]:
         """Return the texts of `COLUMNS`."""
         status, progress, left, metrics = self.status, "", "", ""
@@ -75,8 +86,7 @@ class LiveStage:
             full = round(self.share * BAR_WIDTH)
             bar = "━" * full + "─" * (BAR_WIDTH - full)
             progress = f"{bar} {self.progress['done']:,}/{self.progress['total']:,}"
-            if self.seconds and 0 < self.share < 1:
-                left = format_duration(self.seconds / self.share - self.seconds)
+            left = _format_time(self.seconds_left)
             metrics = " ".join(f"{name} {value:.3g}" for name, value in self.progress["figures"].items())
         return (
             status.experiment,
