@@ -1,5 +1,6 @@
 """The daemon: one per home, replaced after a kill, stopped by SIGTERM."""
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 from drill_cases import begin, drill_plan, wait_for
 
 from perilune.bundle.freeze import freeze
+from perilune.cli.machines import daemon
 from perilune.control.record.home import has_daemon, locked
 from perilune.control.record.transitions import RunState
 from perilune.control.runs.experiments import Control
@@ -29,6 +31,18 @@ def test_two_commands_that_look_for_a_daemon_find_none(control: Control) -> None
     control.home.daemon.mkdir()
     with locked(control.home.daemon, shared=True) as looking:
         assert looking and not has_daemon(control.home)
+
+
+def test_watching_prints_a_line_of_json_for_each_check(
+    control: Control, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submitted(control, "one")
+    pauses = iter([None])
+    monkeypatch.setattr(daemon.time, "sleep", lambda _: next(pauses))
+    with pytest.raises(StopIteration):
+        daemon.reconcile(watch=True, as_json=True)
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [run["stage"] for run in first["runs"]] == ["one"] and "runs" in second
 
 
 @pytest.fixture

@@ -107,6 +107,7 @@ def reconcile(
 
     Records the results of ended attempts and starts the next stage of experiments whose stage has succeeded.
     Also checks that the events recorded since the last check are unchanged; `perilune verify` checks all.
+    With `--watch --json`, prints one line of JSON for each check.
 
     \b
     perilune reconcile
@@ -133,7 +134,7 @@ def reconcile(
             live = []
             echo(f"pass failed, trying again: {error}", err=True)
         if as_json:
-            print_json({"runs": [summarize_run(run) for run in live]})
+            print_json({"runs": [summarize_run(run) for run in live]}, indent=None if watch else 2)
         else:
             for experiment, outcome in started:
                 print_progress(experiment, outcome)
