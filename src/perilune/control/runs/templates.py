@@ -238,9 +238,16 @@ def _validate(document: Document) -> Template:
         template = validate(Template, value, (), "")
     except ProblemsError as error:
         raise_problems(error.problems, document.locate)
-    if not template.is_remote and template.limits != AttemptLimits():
-        what = "limits are for other machines and containers; a process on this machine has none"
-        raise RequestError(what, where=document.locate(("limits",)), remedy="remove limits")
+    for key, ignored in (
+        ("limits", not template.is_remote and template.limits != AttemptLimits()),
+        ("bring", not template.is_remote and template.bring is not None),
+    ):
+        if ignored:
+            what = f"the key {key} is for other machines and containers; a process on this machine ignores it"
+            raise RequestError(what, where=document.locate((key,)), remedy=f"remove {key}")
+    if template.slots is None and template.priority:
+        what = "priority orders the runs that wait for a slot, and the template has no slots"
+        raise RequestError(what, where=document.locate(("priority",)), remedy="add slots, or remove priority")
     return template
 
 
