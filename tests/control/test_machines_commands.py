@@ -31,9 +31,15 @@ def test_machines_list_show_and_rm(
 
     code, _, err = perilune("machines", "rm", key)
     assert code == 2 and "perilune cancel 01RUN" in err and bill(cloud)["alive"] == [key]
+    assert "attempt 1 of run 01RUN needs it: it is ready" in err
+    cloud.inject(call="terminate", fault=Fault.ERROR_BEFORE, times=10**6)
     code, out, _ = perilune("machines", "rm", key, "--force", "--json")
     assert code == 0 and json.loads(out)["state"] == "terminating"
+    code, out, _ = perilune("machines", "rm", key)  # again, without --force
+    assert code == 0 and out.startswith(f"{key}: terminating, not proven gone yet;")
+    cloud.inject(call="terminate", fault=Fault.ERROR_BEFORE, times=0)
     tend_until(fleet, key, MachineState.GONE)
+    assert perilune("machines", "rm", key)[:2] == (0, f"{key}: gone\n")
     assert not bill(cloud)["alive"]
     assert "no machine 'nonsense'" in perilune("machines", "show", "nonsense")[2]
 

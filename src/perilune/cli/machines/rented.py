@@ -167,14 +167,19 @@ def machines_rm(
 ) -> None:
     """Terminate one machine. Files of its attempt that are not downloaded yet are lost.
 
+    Refuses a machine that an attempt waits for or runs on, without `--force`. An idle machine is terminated,
+    also if the next stage of its experiment would take it. A machine that is being terminated or is gone
+    stays so. Until the provider proves that the machine is gone, its state is `terminating`; every later
+    command checks again.
+
     \b
     perilune machines rm perilune-7kq2m0x9ab-01jd0x-1-0
     """
     control = open_control()
     record = _find(_fleet(control), machine)
-    if record.idle_since is None and record.state != "gone" and not force:
+    if record.idle_since is None and record.state not in {"terminating", "gone"} and not force:
         raise RequestError(
-            f"attempt {record.epoch} of run {record.run_id} runs on it",
+            f"attempt {record.epoch} of run {record.run_id} needs it: it is {record.state}",
             where=record.key,
             remedy=f"perilune cancel {record.run_id}, or add --force",
         )
@@ -184,7 +189,8 @@ def machines_rm(
     if as_json:
         print_json(machine_document(ended))
     else:
-        echo(f"{ended.key}: {ended.state}")
+        notes = {"gone": "", "terminating": ", not proven gone yet; `perilune machines reap --wait 60` waits"}
+        echo(f"{ended.key}: {ended.state}{notes.get(ended.state, '')}")
 
 
 def cost(as_json: Json = False) -> None:
