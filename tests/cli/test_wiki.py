@@ -251,7 +251,7 @@ def test_wiki_commands(folder: Path, here) -> None:
     ask = ("wiki", "ask", "--url", f"http://127.0.0.1:{server.server_port}", "--file")
     asked = "recipe words stage base; say: "
     assert "no passage contains: 77.7" in run(*ask, f"{asked}it was NN.N [1]", code=1)
-    assert "NO_TOKEN is not set" in run(*ask, asked, "--token", "NO_TOKEN", code=2)
+    assert "NO_TOKEN is not set" in run(*ask, asked, "--token-env", "NO_TOKEN", code=2)
     answer = json.loads(run(*ask, f"{asked}it was 90.0% (85.0 to 95.0) [1]", "--json"))
     assert answer["unsupported_numbers"] == []
     server.shutdown()

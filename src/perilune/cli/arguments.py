@@ -31,6 +31,24 @@ WHERE_HELP = (
 )
 
 
+def read_token(name: str) -> str | None:
+    """Return the bearer token in the secret `name`; None without a name. Output then never shows it.
+
+    Raises:
+        RequestError: when the secret has no value here.
+    """
+    from perilune.bundle.secret_sources import secret_value
+
+    token = secret_value(name) if name else None
+    if name and token is None:
+        raise RequestError(
+            f"{name} is not set",
+            where="--token-env",
+            remedy=f"export {name}, or configure its source: perilune secrets set {name}",
+        )
+    return token
+
+
 def complete_run_names(incomplete: str) -> list[tuple[str, str]]:
     """Return shell completions: stages of the latest experiment, EXPERIMENT/STAGE, and run ids."""
     from perilune.control.queries.lookup import latest_experiments, stage_statuses
@@ -54,6 +72,14 @@ RunOrExperiment = Annotated[
         help=f"{RUN_HELP} Or an experiment: its name, or the first characters of its id.",
         autocompletion=complete_run_names,
         show_default=False,
+    ),
+]
+ServerToken = Annotated[
+    str,
+    typer.Option(
+        "--token-env",
+        metavar="NAME",
+        help="Secret with the bearer token of the server: a variable, or a name of `perilune secrets`.",
     ),
 ]
 CheckpointArgument = Annotated[

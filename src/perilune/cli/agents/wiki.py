@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from perilune.cli.arguments import Json, make_command_group, open_control
+from perilune.cli.arguments import Json, ServerToken, make_command_group, open_control, read_token
 from perilune.cli.output import echo, print_json, write
 from perilune.errors import RequestError, WorkFailedError
 
@@ -118,9 +117,7 @@ def ask(
         str, typer.Option("--url", help="An OpenAI-compatible server. Without one, passages are the answer.")
     ] = "",
     model: Annotated[str, typer.Option("--model", help="The model's name on the server.")] = "default",
-    token: Annotated[
-        str, typer.Option("--token", metavar="NAME", help="Environment variable with the server's token.")
-    ] = "",
+    token_env: ServerToken = "",
     file: Annotated[bool, typer.Option("--file", help="Keep the answer as a page in questions.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -136,8 +133,7 @@ def ask(
     from perilune.wiki import search as searching
     from perilune.wiki.markdown import make_slug, neutralize
 
-    if token and token not in os.environ:
-        raise RequestError(f"{token} is not set", where="--token")
+    token = read_token(token_env)
     folder = _open_wiki(wiki)[1]
     passages = [passage for passage, _ in searching.search_wiki(folder, question)]
     text = "\n\n".join(f"[{index}] {passage.text}" for index, passage in enumerate(passages, 1))
@@ -145,7 +141,7 @@ def ask(
     unsupported: tuple[str, ...] = ()
     if url and passages:
         require_httpx("--url")
-        client = JsonClient(url, token=os.environ.get(token), timeout=120.0, connections=1, attempts=2)
+        client = JsonClient(url, token=token, timeout=120.0, connections=1, attempts=2)
         try:
             reply = searching.ask_model(client, model, question, passages)
         finally:

@@ -1,15 +1,20 @@
 """`perilune push`: new weights for a running server."""
 
-import os
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from perilune.cli.arguments import CheckpointArgument, Json, find_checkpoint, require_packages
+from perilune.cli.arguments import (
+    CheckpointArgument,
+    Json,
+    ServerToken,
+    find_checkpoint,
+    read_token,
+    require_packages,
+)
 from perilune.cli.output import echo, print_json
 from perilune.cli.units import format_size
-from perilune.errors import RequestError
 
 
 def push(
@@ -23,9 +28,7 @@ def push(
             help="Send only the changes from this checkpoint. If the server has other weights, send all.",
         ),
     ] = "",
-    token_env: Annotated[
-        str, typer.Option(metavar="NAME", help="Environment variable with the bearer token of the server.")
-    ] = "",
+    token_env: ServerToken = "",
     as_json: Json = False,
 ) -> None:
     """Give a running server the weights of a checkpoint, without a restart.
@@ -42,9 +45,7 @@ def push(
     perilune push ./step-20 https://gpu.example:8000 --base ./step-10 --token-env SERVER_TOKEN
     """
     require_packages("remote", "httpx")
-    token = None
-    if token_env and not (token := os.environ.get(token_env)):
-        raise RequestError(f"{token_env} is not set", where="--token-env")
+    token = read_token(token_env)
     folder = find_checkpoint(checkpoint)
     before = find_checkpoint(base) if base else None
     from perilune.weights.push import find_server
