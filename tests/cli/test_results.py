@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from perilune.cli.train.results import next_steps, print_results, results_document
+from perilune.cli.train.results import next_steps, parent_change, print_results, results_document
 from perilune.control.queries.lookup import StageStatus
 from perilune.recipe.load import load_recipe
 
@@ -78,6 +78,22 @@ def test_change_is_measured_against_the_starting_checkpoint(document: dict) -> N
     assert after_rl["change"]["tasks"] == 4  # tasks in both evaluations
     assert after_rl["change"]["pass@1"]["mean"] == pytest.approx(28 / 32 - 0.25)
     assert after_rl["change"]["pass@1"]["low"] > 0.4
+
+
+def test_evaluation_that_states_inherited_settings_is_compared(tmp_path: Path) -> None:
+    """The report compares the settings of jobs, which are equal."""
+    path = tmp_path / "climb.yaml"
+    plain = "{name: after_sft, task: evaluate, checkpoint: sft"
+    assert plain in RECIPE
+    path.write_text(RECIPE.replace(plain, f"{plain}, environment: {{prompt: compact}}"))
+    recipe = load_recipe(path)
+    summaries = {stage.name: {} for stage in recipe.stages}
+    summaries |= {name: evaluation([2, 2]) for name in ("base", "after_sft", "after_rl")}
+    changes = {
+        name: parent_change(recipe, recipe.stage(name), summaries) for name in ("after_sft", "after_rl")
+    }
+    assert changes["after_sft"]["change"]["against"] == "base"
+    assert changes["after_rl"]["change"]["against"] == "after_sft"
 
 
 @pytest.mark.parametrize(

@@ -169,12 +169,12 @@ def _is_evaluation(summary: Mapping[str, Any]) -> bool:
 def parent_change(
     recipe: Recipe, evaluation: Stage, summaries: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
+    from perilune.recipe.schema import build_job
+
     checkpoints = {stage.name: stage.consumes.get("checkpoint") for stage in recipe.stages}
-    settings = {
-        stage.name: {**stage.spec, "environment": stage.environment, "checkpoint": None}
-        for stage in recipe.stages
-        if _is_evaluation(summaries[stage.name])
-    }
+    # Jobs have all settings, also those that a stage takes from the recipe.
+    jobs = [build_job(recipe, stage) for stage in recipe.stages if _is_evaluation(summaries[stage.name])]
+    settings = {job.stage: {**job.spec, "environment": job.environment, "checkpoint": None} for job in jobs}
     before = find_parent_evaluation(evaluation.name, checkpoints, settings)
     if before is None:
         return {}
