@@ -64,7 +64,8 @@ class Execution:
     Attributes:
         cause: empty for exit code 0; "error" for another exit code; "timeout" (clock or CPU), "memory",
             "output" or "scratch" if the run was killed for exceeding a limit; "memory" also if it ended with
-            a MemoryError; "killed" for any other signal.
+            a MemoryError; "report" if the sandbox's report of its files was too large; "killed" for any
+            other signal.
         exit_code: None if a signal ended it.
         output: standard output and standard error in order. A line replaces the part that was cut.
         seconds: wall-clock time.

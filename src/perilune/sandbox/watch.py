@@ -51,7 +51,7 @@ class Watch:
         while open_ends:
             for descriptor, event in poll.poll(1000 * _CHECK_EVERY):
                 if descriptor == self._owner:
-                    self._end("nobody waits")
+                    self._end("nobody waits")  # no caller is left to see this cause
                     poll.unregister(descriptor)
                 elif event and not self._read(descriptor, descriptor == output):
                     poll.unregister(descriptor)
