@@ -19,6 +19,22 @@ def section(package, **more):
     return {"id": "verifiers", "package": package, **more}
 
 
+@pytest.fixture(autouse=True)
+def close_environments(monkeypatch):
+    """An event loop left open has two sockets, about which garbage collection warns in a later test."""
+    opened, kind = [], verifiers_package.VerifiersEnvironment
+    make = kind.__init__
+
+    def remember(self, *arguments, **settings):
+        opened.append(self)
+        make(self, *arguments, **settings)
+
+    monkeypatch.setattr(kind, "__init__", remember)
+    yield
+    for environment in opened:
+        environment.close()
+
+
 def open_session(package, seed=0, **more):
     environment = make_environment(section(package, **more))
     task = next(environment.tasks("train", 0))
