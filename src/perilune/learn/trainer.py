@@ -280,7 +280,7 @@ class Learner:
             RequestError: when files are missing or damaged, the tensors do not fit this decoder, or the
                 checkpoint was trained with other frozen weights.
         """
-        own = {
+        own: dict[str, Mapping[str, Tensor]] = {
             "weights": self.optimizer.parameters,
             "first_moments": self.optimizer.first,
             "second_moments": self.optimizer.second,
