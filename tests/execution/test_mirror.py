@@ -163,6 +163,16 @@ def test_malformed_manifest_is_refused(there: There, home: Path, content: bytes)
             mirror.settle()
 
 
+def test_result_that_is_no_object_is_kept(there: There, home: Path) -> None:
+    """The control plane then refuses it as the attempt's verdict."""
+    there.write("runtime/result.json", b"[]")
+    with mirrored(home) as mirror:
+        assert mirror is not None
+        there.pull(mirror, last=True)
+        mirror.settle()
+    assert (home / "runtime" / "result.json").read_bytes() == b"[]"
+
+
 def test_pull_skips_temporary_and_hidden_files(there: There, home: Path) -> None:
     for path in ("artifacts/checkpoints/.step-1.tmp/state", "artifacts/.hidden", "runtime/worker.lock"):
         there.write(path, b"x")

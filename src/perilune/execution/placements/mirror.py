@@ -25,6 +25,7 @@ from perilune.files import (
     fsync_directory,
     is_inside_root,
     read_json,
+    read_json_or_empty,
     sha256_bytes,
     sha256_file,
     write_atomic,
@@ -122,7 +123,7 @@ class Mirror:
             self._forget(MANIFEST)
             self._forget(RESULT)
             raise WorkFailedError(f"{RESULT} has to be transferred again")
-        result = read_json(self._arriving / RESULT)
+        result = read_json_or_empty(self._arriving / RESULT)  # the control plane refuses a damaged one
         with storage_errors("keep the evidence", self.directory):
             if result.get("manifest_digest") is not None and "artifacts" in self.folders:
                 if not arrived.exists() or sha256_file(arrived) != result["manifest_digest"]:
