@@ -65,6 +65,7 @@ SSH = "placement:\n  name: ssh\n  host: box\n"
         ),
         ("description: x\nbring: all\n", 2, "the key bring is for other machines"),
         ("description: x\npriority: 3\n", 2, "the template has no slots"),
+        (SSH + "limits: {max_lifetime: 1.0e+12}\n", 4, "limits.max_lifetime"),
         (SSH + "  site:\n    environment:\n      HF_TOKEN: x\n", 5, "HF_TOKEN looks like a credential"),
         ("retry: {user: -1}\n", 1, "retry.user is -1"),
         ("placement: [\n", 2, "not valid YAML"),

@@ -18,7 +18,9 @@ class AttemptLimits(Frozen):
     machine enforces that, without contact to this one.
     """
 
-    max_lifetime: float = Field(7 * DAY_S, gt=0, description="seconds after which an attempt is stopped")
+    max_lifetime: float = Field(
+        7 * DAY_S, gt=0, le=3650 * DAY_S, description="seconds after which an attempt is stopped"
+    )
     on_box_stop_after: float | None = Field(
         None,
         gt=0,
