@@ -52,6 +52,12 @@ class WorkFailedError(PeriluneError, RuntimeError):
     exit_code = 1
 
 
+class UserInterruptError(PeriluneError):
+    """The user pressed Ctrl-C. Exit code 130, as shells report it."""
+
+    exit_code = 130
+
+
 class ProcessLostError(WorkFailedError):
     """Another process of the same run has ended. The log of that process has the cause."""
 

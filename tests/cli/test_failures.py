@@ -31,7 +31,7 @@ from perilune.errors import RequestError, WorkFailedError
         ),
         (WorkFailedError("it broke"), 1, "error: it broke\n"),
         (WorkFailedError("\x1b[2Jit\rbroke"), 1, "error: \\x1b[2Jit\nbroke\n"),
-        (KeyboardInterrupt(), 2, "error: interrupted\n"),
+        (KeyboardInterrupt(), 130, "error: interrupted\n"),
         (
             OSError(errno.ENOSPC, "No space left", "/disk/x"),
             2,

@@ -89,7 +89,7 @@ def test_model_fetch_after_interruption_reuses_the_download(
 
     with monkeypatch.context() as patched:
         patched.setattr(convert, "convert", interrupted)
-        assert here("model", "fetch", "small").returncode == 2
+        assert here("model", "fetch", "small").returncode == 130
     assert not (tmp_path / "home/models/small").exists()
     next(index.iterdir()).unlink()
     done = here("model", "fetch", "small")

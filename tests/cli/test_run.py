@@ -121,7 +121,7 @@ def interrupt_long_stage(folder: Path) -> Path:
     process = Command(folder, "run", "long.yaml")
     checkpoint = wait_for_checkpoint(folder)
     process.interrupt()
-    _, err = process.finish(2)
+    _, err = process.finish(130)
     assert "stopping long" in err
     assert err.endswith("error: interrupted\n")
     assert not workers(folder)
@@ -146,14 +146,14 @@ def test_run_after_ctrl_c_resumes_from_the_checkpoint(first: tuple[dict, str], f
     joined = Command(folder, "run", "long.yaml")
     until(lambda: "joined 0" in joined.said, 240)
     joined.interrupt()
-    _, err = joined.finish(2)
+    _, err = joined.finish(130)
     assert workers(folder)
 
     # The second Ctrl-C exits at once, and the stage still stops.
     again.interrupt()
     until(lambda: "press Ctrl-C again to exit now" in again.said, 240)
     again.interrupt()
-    _, err = again.finish(2)
+    _, err = again.finish(130)
     assert err.endswith("error: interrupted\n")
     Command(folder, "reconcile").finish()
     until(lambda: not workers(folder), 240)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from perilune.cli.commands import use_program_command
 from perilune.cli.output import format_for_terminal
-from perilune.errors import PeriluneError, RequestError, WorkFailedError
+from perilune.errors import PeriluneError, RequestError, UserInterruptError, WorkFailedError
 from perilune.redaction import redact_text
 
 STORAGE_ERRNOS = (
@@ -46,7 +46,7 @@ def _texts(error: PeriluneError) -> dict[str, str]:
 def _explain(error: BaseException, *, debug: bool) -> PeriluneError:
     """Return an exception as the user's error."""
     if isinstance(error, KeyboardInterrupt):
-        return RequestError("interrupted")
+        return UserInterruptError("interrupted")
     if getattr(error, "sqlite_errorname", "") == "SQLITE_FULL":
         error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:

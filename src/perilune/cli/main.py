@@ -2,7 +2,7 @@
 
 The module of a command is imported only when the command is invoked, so that `perilune --help` stays fast.
 A command raises `PeriluneError`. This module turns any exception into one message and an exit code: 0 done,
-1 the work failed, 2 the request was wrong.
+1 the work failed, 2 the request was wrong, 130 Ctrl-C.
 """
 
 import difflib
@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 from perilune import __version__
 from perilune.cli.commands import COMMANDS, PANELS, PROGRAM_NAME, program_command, use_program_command
 from perilune.cli.failures import flush_stdout, report_failure
-from perilune.errors import RequestError
+from perilune.errors import RequestError, UserInterruptError
 from perilune.garbage import reduce_garbage_collection
 from perilune.redaction import redact_output
 
@@ -63,7 +63,7 @@ class LazyGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            raise RequestError("interrupted") from None
+            raise UserInterruptError("interrupted") from None
         except typer.BadParameter as error:
             error.message = _state_value(error)
             raise
@@ -106,7 +106,7 @@ app = typer.Typer(
     context_settings=HELP_OPTIONS,
     help="Post-training of language models from one recipe, on this machine or a rented one.",
     epilog="State is in $PERILUNE_HOME (default ~/.perilune). Exit codes: 0 done, 1 the work failed, "
-    "2 the request was wrong.",
+    "2 the request was wrong, 130 Ctrl-C.",
 )
 
 

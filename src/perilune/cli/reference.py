@@ -15,9 +15,9 @@ def render_markdown() -> str:
         "",
         "Every listing has `--json`, which prints one JSON document on standard output. An error is then",
         "one line of JSON, the last on standard error, with the keys `error`, `where`, `remedy` and",
-        "`exit_code`. Exit codes: 0 means done, 1 that the work failed, 2 that the request was wrong.",
-        "Perilune keeps its state in `$PERILUNE_HOME` (default `~/.perilune`). The option `--debug`, at any",
-        "place, shows the traceback of an error.",
+        "`exit_code`. Exit codes: 0 means done, 1 that the work failed, 2 that the request was wrong,",
+        "130 that Ctrl-C ended the command. Perilune keeps its state in `$PERILUNE_HOME` (default",
+        "`~/.perilune`). The option `--debug`, at any place, shows the traceback of an error.",
         "",
         "<!-- Written by `python -m perilune.cli.reference`; a test keeps it in step. -->",
     ]
