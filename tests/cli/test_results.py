@@ -177,6 +177,9 @@ def test_results_tables_match_the_document(document: dict, capsys: pytest.Captur
     steps = next_steps(document, "perilune run mine.yaml --set rl.lr=1e-4")
     assert "repeat it over three seeds perilune sweep mine.yaml --set rl.lr=1e-4 --seeds 3" in steps
     assert "sweep" not in next_steps(document, "perilune run mine.yaml --set 'rl.tags=[a, b]'")
+    steps = next_steps(document, "perilune run mine.yaml --set rl.lr=1e-4 --set seed=5")
+    assert "perilune run mine.yaml --set rl.lr=1e-4 --seed 6\n" in steps
+    assert "perilune sweep mine.yaml --set rl.lr=1e-4 --seeds 3\n" in steps  # a sweep refuses --set seed=5
 
 
 def test_results_print_losses_of_unevaluated_training(

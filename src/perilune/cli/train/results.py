@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -119,6 +120,7 @@ def next_steps(document: Mapping[str, Any], rerun: str) -> str:
     """List commands to try next; `rerun` is the command that made the document."""
     trained = next((stage for stage in document["stages"] if stage["task"] == "rl"), document["stages"][-1])
     answered = document["evaluations"] or any(stage["task"] not in SUPERVISED for stage in document["stages"])
+    rerun = re.sub(r" --set seed=\d+", "", rerun)  # the suggested commands choose their own seeds
     lines = [
         ("read the model's answers" if answered else "see the curves", _open_command(document["report"])),
         *(("ask the model", command) for command in _chat_command(document)),
