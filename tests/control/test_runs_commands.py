@@ -199,6 +199,16 @@ def test_cancel_retry_and_reconcile(perilune: Command, control: Control) -> None
     assert perilune("reconcile") == (0, "no live runs\n", "")
 
 
+@pytest.mark.parametrize(("how", "expected"), [("request", 2), ("work", 1)])
+def test_retry_that_fails_exits_as_run_does(
+    perilune: Command, control: Control, how: str, expected: int
+) -> None:
+    carry_out(control, drill_plan(fail_at=0, how=how))
+    code, out, err = perilune("retry", "drill")
+    assert code == expected and "drill: failed" in out
+    assert "error: stage drill, run " in err and "  try: " in err
+
+
 def test_runs_records_dead_worker_and_starts_no_attempt(perilune: Command, control: Control) -> None:
     events, attempt = hanging(control)
     worker = ProcessIdentity.of(worker_of(attempt))

@@ -106,7 +106,7 @@ def _event_document(row: Event) -> dict[str, Any]:
 
 
 def _format_event(row: Event) -> str:
-    date = datetime.fromtimestamp(row.time, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    date = datetime.fromtimestamp(row.time, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
     run = "" if row.run_id is None else f"  {row.run_id}" + ("" if row.epoch is None else f"/{row.epoch}")
     detail = "".join(f"  {name}={str(value).partition(chr(10))[0]}" for name, value in row.detail.items())
     return f"{date}{run}  {row.kind}{detail}"

@@ -196,21 +196,22 @@ def retry(
     """
     from perilune.cli.train.follow import show_events
     from perilune.control.runs.experiments import follow_run
+    from perilune.control.runs.progress import StageFailed, explain_failure
     from perilune.control.runs.requests import retry_run
 
     control, record = open_run(run)
-    new = retry_run(control, record.id)
+    new, last = retry_run(control, record.id), None
     if detach:
         new = control.reconciler.reconcile(new.id)
-    else:
-        show_events(follow_run(control, new.id))
+    if not detach or new.state == "failed":
+        last = show_events(follow_run(control, new.id))
         new = control.run(new.id)
     if as_json:
         print_json(summarize_run(new))
     else:
         echo(f"{new.stage}: {new.state}{format_reason(summarize_run(new))}; run {new.id}")
-    if new.state in {"failed", "cancelled"}:
-        raise typer.Exit(1)
+    if isinstance(last, StageFailed):
+        raise explain_failure(last)
 
 
 def reproduce(run: RunArgument, as_json: Json = False) -> None:
