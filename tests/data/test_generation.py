@@ -205,6 +205,12 @@ def test_generate_command_fails_on_too_few_records_and_keeps_records(tmp_path, m
     assert len(read_records(tmp_path)) > 500
 
 
+def test_generate_uses_no_more_tasks_than_few_records_need(tmp_path, monkeypatch):
+    monkeypatch.setattr(generation, "CHUNK_TASKS", 256)
+    report = run_generator(tmp_path, GenerationTarget(records=3, tasks=None, seed=0))
+    assert (report["rows"], report["tasks"]) == (3, 16)  # a model would answer each of these tasks
+
+
 def test_generate_with_model_does_not_depend_on_chunk_size(tmp_path, monkeypatch):
     """A new model writes random characters, and often enough the accepted one."""
     from perilune.models.checkpoints.loading import new_model, save_checkpoint

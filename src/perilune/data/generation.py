@@ -25,7 +25,8 @@ from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError
 from perilune.files import canonical_json, fsync_directory, read_json, sha256_file, write_json
 
-CHUNK_TASKS = 256  # tasks between two points to resume from
+CHUNK_TASKS = 256  # most tasks between two points to resume from
+MIN_CHUNK_TASKS = 16  # least, so that a model still samples many answers at once
 RECORDS_FILE, REJECTED_FILE, PROGRESS_FILE, REPORT_FILE = (
     "records.jsonl",
     "rejected.jsonl",
@@ -112,8 +113,11 @@ def generate_records(
         work = _OutputFolder.open(out, digest, index)
         remaining = islice(tasks, work.progress.tasks, target.tasks)
         while not work.progress.complete:
-            chunk = list(islice(remaining, CHUNK_TASKS))
-            work.add(generator.rows(chunk, work.progress.tasks), len(chunk), target)
+            missing = target.records - work.progress.rows
+            size = min(CHUNK_TASKS, max(MIN_CHUNK_TASKS, missing))
+            chunk = list(islice(remaining, size))
+            rows = generator.rows(chunk, work.progress.tasks)
+            work.add(rows, len(chunk), target, exhausted=len(chunk) < size)
             show(work.progress.rows, work.progress.rejected)
     return work.finish(generator.provenance)
 
@@ -151,7 +155,14 @@ class _OutputFolder:
             index.find_or_add(bytes.fromhex(line.record.digest), line.number)
         return cls(out, progress, index)
 
-    def add(self, rows: Iterable[TraceRecord | Rejected], tasks: int, target: GenerationTarget) -> None:
+    def add(
+        self,
+        rows: Iterable[TraceRecord | Rejected],
+        tasks: int,
+        target: GenerationTarget,
+        *,
+        exhausted: bool,
+    ) -> None:
         """Write the rows of a chunk, and then the progress."""
         accepted: list[bytes] = []
         rejected: list[bytes] = []
@@ -174,7 +185,7 @@ class _OutputFolder:
         progress.sources, progress.reasons = dict(sources), dict(reasons)
         progress.tasks += tasks
         hopeless = target.tasks is None and progress.rejected > MAX_REJECTED_PER_RECORD * target.records
-        progress.complete = progress.rows == target.records or tasks < CHUNK_TASKS or hopeless
+        progress.complete = progress.rows == target.records or exhausted or hopeless
         write_json(self.out / PROGRESS_FILE, asdict(progress))
 
     def finish(self, provenance: Provenance) -> dict[str, Any]:
