@@ -108,12 +108,13 @@ def run_recipe(
         RequestError: when the recipe is wrong, or a stage fails because of it.
         WorkFailedError: when a stage fails for another reason.
     """
-    from perilune.cli.data.audit import print_grades
-    from perilune.cli.train.plan import derive_plans, print_estimate, print_forecast, print_plan
     from perilune.recipe.load import load_recipe
 
     with say_if_slow("still checking the recipe and the tasks of its environment; Ctrl-C stops"):
         recipe = load_recipe(name, changes)  # its errors appear at once, so the heavy imports follow
+        from perilune.cli.data.audit import print_grades
+        from perilune.cli.train.plan import derive_plans, print_estimate, print_forecast, print_plan
+
         derived = derive_plans(recipe, template, check=plan_only)  # before a home is created
         from perilune.control.queries.forecast import forecast_submission
         from perilune.control.runs.experiments import Control, plan_stages
