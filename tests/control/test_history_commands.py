@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -98,6 +99,7 @@ def test_events_prints_all_events_or_those_of_one_run(
     assert of_one == [event for event in whole if event["run_id"] == of_one[0]["run_id"]]
     lines = perilune("events", "two", "-n", "2")[1].splitlines()
     assert len(lines) == 2 and "run.failed  cause=request_error" in lines[1]
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ  ", lines[0])  # in UTC, as in logs
 
 
 def test_shell_completes_commands_options_and_runs(control: Control) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from perilune.cli.arguments import Json
-from perilune.cli.output import as_markup, echo, print_json
+from perilune.cli.output import as_markup, echo, make_console, print_json
 from perilune.control.evidence.reward_grades import read_grade, store_grade
 from perilune.control.record.home import Home
 from perilune.environments.core.registry import file_fields, part_sections, scoring_sections
@@ -167,7 +167,6 @@ def _refuse_code(section: Mapping[str, Any], file: Path) -> None:
 
 
 def _show(audit: Audit, out: Path | None) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from perilune.verifiers.audit.findings import GRADE_MEANINGS
@@ -189,7 +188,7 @@ def _show(audit: Audit, out: Path | None) -> None:
     for finding in audit.findings:
         example = map(as_markup, (_format_example(finding.example), _format_verdict(finding.example)))
         table.add_row(finding.grade, finding.probe, finding.what, str(finding.tasks), *example)
-    Console().print(table)
+    make_console().print(table)
     if out is None:
         echo("--out FILE.json saves the full examples; `perilune environments replay` scores them again")
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from perilune.cli.arguments import (
     MAX_COUNTED_TASKS,
+    EnvironmentFields,
     Json,
     SplitOption,
     find_checkpoint,
@@ -48,10 +49,6 @@ Name = Annotated[
     typer.Argument(
         metavar="NAME", help="An id, with a family or game: reasoning_gym/chain_sum; or file.py:Class."
     ),
-]
-Settings = Annotated[
-    list[str],
-    typer.Option("--set", metavar="KEY=VALUE", help="Set a field: prompt=compact, config.max_terms=2."),
 ]
 
 
@@ -97,7 +94,7 @@ def list_environments(
 )
 def show(
     name: Name,
-    settings: Settings = [],  # noqa: B006  # typer reads the default and never changes it
+    settings: EnvironmentFields = [],  # noqa: B006  # typer reads the default and never changes it
     *,
     count: Annotated[
         bool, typer.Option("--count", help=f"Count the tasks of each split, up to {MAX_COUNTED_TASKS:,}.")
@@ -151,7 +148,7 @@ def sample(
         str,
         typer.Argument(metavar="NAME|RECIPE", help="An id, with a family or game; or a recipe with a model."),
     ],
-    settings: Settings = [],  # noqa: B006  # typer reads the default and never changes it
+    settings: EnvironmentFields = [],  # noqa: B006  # typer reads the default and never changes it
     *,
     count: Annotated[int, typer.Option("-n", "--count", min=1, help="Number of tasks.")] = 5,
     split: SplitOption = "train",
@@ -203,7 +200,7 @@ def sample(
 @app.command(epilog="Example: perilune environments check calculator")
 def check(
     name: Name,
-    settings: Settings = [],  # noqa: B006  # typer reads the default and never changes it
+    settings: EnvironmentFields = [],  # noqa: B006  # typer reads the default and never changes it
     *,
     tasks: Annotated[int, typer.Option(min=1, help="Number of tasks to play.")] = 4,
     seed: Annotated[int, typer.Option(help="Selects the tasks and the play.")] = 0,
@@ -240,7 +237,7 @@ def audit(
             metavar="NAME|RECIPE", help="An id, with a family or game; or a recipe, as for `perilune run`."
         ),
     ],
-    settings: Settings = [],  # noqa: B006  # typer reads the default and never changes it
+    settings: EnvironmentFields = [],  # noqa: B006  # typer reads the default and never changes it
     *,
     tasks: Annotated[int, typer.Option(min=1, help="Number of tasks to probe.")] = 8,
     search: Annotated[

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perilune.cli.arguments import EnvironmentFields, Json, SplitOption, find_checkpoint
+from perilune.cli.arguments import EnvironmentFields, EvaluationSeed, Json, SplitOption, find_checkpoint
 from perilune.cli.console import make_stage_progress
 from perilune.cli.data.environments import environment_section, parse_settings
 from perilune.cli.output import echo, print_json
@@ -56,7 +56,7 @@ def generate(
     count: Annotated[int, typer.Option("-n", "--count", min=1, help="Number of records.")] = 1000,
     tasks: Tasks = None,
     split: SplitOption = "train",
-    seed: Annotated[int, typer.Option(help="Selects the tasks and the samples.")] = 0,
+    seed: EvaluationSeed = 0,
     as_json: Json = False,
 ) -> None:
     """Let a teacher or a model write records for the tasks of an environment.

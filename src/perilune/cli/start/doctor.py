@@ -13,7 +13,7 @@ import typer
 
 from perilune.bundle.machine import describe_machine, observe_machine, usable_threads
 from perilune.cli.arguments import Json
-from perilune.cli.output import format_for_terminal, print_json
+from perilune.cli.output import echo, format_for_terminal, make_console, print_json
 from perilune.cli.start.calibration import calibrate_devices, save_calibrations
 from perilune.control.record.home import Home
 from perilune.engine.openvino_package import list_devices
@@ -95,12 +95,12 @@ def doctor(
             diagnosis = diagnose(seconds, say=status.update)
             status.update("Calibrating the estimates of --plan")
             calibrated = calibrate_home(diagnosis, seconds)
-        show(diagnosis, Console())
+        show(diagnosis, make_console())
         if calibrated:
             warning = ""
             if load >= BUSY_SHARE * usable_threads():
                 warning = f", but other programs were running (load {load:.1f}): measure again when idle"
-            Console().print(f"The estimates of perilune run --plan are calibrated{warning}.", highlight=False)
+            echo(f"The estimates of perilune run --plan are calibrated{warning}.")
     if not diagnosis.usable:
         raise typer.Exit(1)
 
