@@ -15,6 +15,7 @@ from perilune.errors import ProcessLostError
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.rollout.groups import groups_to_bytes
+from perilune.sandbox import folders
 from perilune.tasks.rl.asynchronous import fleet as fleet_module
 from perilune.tasks.rl.asynchronous.channel import Channel
 from perilune.tasks.rl.asynchronous.fleet import Finished, Fleet
@@ -53,6 +54,7 @@ def channels(monkeypatch: pytest.MonkeyPatch) -> list[PlayedChannel]:
 
 
 def open_fleet(folder: Path, *, workers: int, replaces_processes: bool = True) -> Fleet:
+    folder.mkdir(exist_ok=True)
     workspace = Workspace(make_bundle(folder / "bundle", make_job("rl")))
     settings = AsynchronousSettings(workers=workers)
     return Fleet(workspace, settings, 0, replaces_processes=replaces_processes)
@@ -99,7 +101,7 @@ def test_step_trains_on_the_first_admitted_of_all_groups_that_have_arrived(
     for number in (3, 2, 1, 0):
         step, index = sampler._key(number)
         name = f"{step}-{index}.arrow"
-        Path(fleet._folder.name, name).write_bytes(groups_to_bytes([]))
+        (fleet._folder / name).write_bytes(groups_to_bytes([]))
         channels[0].say({"group": [step, index], "file": name, "version_runs": []})
     wait_for_messages(fleet, 4)
     assert list(sampler._take(1)) == [0, 1]
@@ -137,3 +139,22 @@ def test_checkpoint_keeps_the_versions_of_the_oldest_waiting_tokens(tmp_path: Pa
     )
     sampler.save_progress()
     assert learner.memory[MEMORY_KEY]["versions"].keys() == {"0", "7", "40"}
+
+
+@pytest.mark.usefixtures("channels")
+def test_fleet_removes_folders_of_runs_that_were_killed_with_all_their_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setattr(fleet_module, "SHARED_MEMORY", memory)
+    alive = open_fleet(tmp_path / "alive", workers=1)
+    killed = memory / f"{fleet_module.FOLDER_PREFIX}killed.owned"
+    killed.mkdir()
+    (killed / "weights-1.safetensors").touch()
+    folders._remove_abandoned.cache_clear()
+    other = open_fleet(tmp_path / "other", workers=1)
+    assert sorted(memory.iterdir()) == sorted([alive._folder, other._folder])
+    for fleet in (alive, other):
+        fleet.close()
+    assert not list(memory.iterdir())

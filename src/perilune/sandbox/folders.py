@@ -16,13 +16,17 @@ class OwnedFolder:
 
     Its owner holds a lock on it, which the kernel releases when the owner dies.
 
+    Args:
+        parent: folder in which to create it; by default that for temporary files.
+
     Attributes:
         path: the folder.
     """
 
-    def __init__(self, prefix: str) -> None:
-        _remove_abandoned(tempfile.gettempdir(), prefix)
-        unlocked = tempfile.mkdtemp(prefix=prefix)
+    def __init__(self, prefix: str, parent: Path | None = None) -> None:
+        parent = parent or Path(tempfile.gettempdir())
+        _remove_abandoned(parent, prefix)
+        unlocked = tempfile.mkdtemp(prefix=prefix, dir=parent)
         lock = os.open(unlocked, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
         self.path = str(Path(unlocked).rename(unlocked + _OWNED))
@@ -39,9 +43,9 @@ def _remove(path: str, lock: int) -> None:
 
 
 @cache
-def _remove_abandoned(parent: str, prefix: str) -> None:
+def _remove_abandoned(parent: Path, prefix: str) -> None:
     """Remove the folders of this user whose owner has died. Other users may create entries beside them."""
-    for path in Path(parent).glob(f"{prefix}*{_OWNED}"):
+    for path in parent.glob(f"{prefix}*{_OWNED}"):
         with suppress(OSError):
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

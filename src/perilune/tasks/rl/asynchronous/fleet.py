@@ -5,9 +5,7 @@ replacement.
 """
 
 import json
-import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +22,7 @@ from perilune.models.checkpoints.checksum import checksum
 from perilune.models.decoder import Decoder
 from perilune.rollout.continuous import VersionRuns
 from perilune.rollout.groups import Groups, map_groups
+from perilune.sandbox.folders import OwnedFolder
 from perilune.tasks.rl.asynchronous.channel import Channel, LocalChannel
 from perilune.tasks.rl.asynchronous.ray_channel import RayCluster
 from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings
@@ -32,6 +31,7 @@ from perilune.weights.precision import engine_dtypes
 
 MAX_LOSSES_IN_A_ROW = 3  # processes lost in a row, without a finished group, at which the stage fails
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - preferred folder for weights
+FOLDER_PREFIX = "perilune-rollouts-"  # of the folders for weights
 KEPT_VERSIONS = 2  # the current version, and the previous one, which a process may still read
 
 Key = tuple[int, int]
@@ -80,10 +80,8 @@ class Fleet:
         self.lost_processes = 0
         self.publish_lag_s = self.write_s = 0.0
         self._workspace, self._replaces_processes = workspace, replaces_processes
-        self._folder = tempfile.TemporaryDirectory(
-            prefix=f"rollouts-{os.getpid()}-", dir=_choose_folder(workspace, weights)
-        )
-        folder = Path(self._folder.name)
+        self._owned = OwnedFolder(FOLDER_PREFIX, _choose_folder(workspace, weights))
+        self._folder = folder = Path(self._owned.path)
         self._open: Callable[[], Channel] = (
             partial(LocalChannel, workspace.root, folder)
             if settings.ray is None
@@ -102,7 +100,7 @@ class Fleet:
     def close(self) -> None:
         for process in self._processes:
             process.channel.close()
-        self._folder.cleanup()
+        self._owned.remove()
 
     # -- messages to the processes -------------------------------------------------------------------------
 
@@ -118,7 +116,7 @@ class Fleet:
         dtypes, state = engine_dtypes(decoder), decoder.state_dict()
         loaded = {key: value.to(dtypes.get(key, value.dtype)).to(value.dtype) for key, value in state.items()}
         names = trainable(decoder) if self._updates else state
-        path = Path(self._folder.name) / f"weights-{version}.safetensors"
+        path = self._folder / f"weights-{version}.safetensors"
         sent = {name: loaded[name].to(dtypes.get(name, loaded[name].dtype)) for name in names}
         update = self._writer.write(path, sent, version, changed)
         message = {"weights": path.name, "version": version, "checksum": checksum(loaded)}
@@ -136,7 +134,7 @@ class Fleet:
 
     def _remove_old_weights(self) -> None:
         needed = {update.path for update, _ in self._updates}
-        files = set(Path(self._folder.name).glob("weights-*")) - needed
+        files = set(self._folder.glob("weights-*")) - needed
         for old in sorted(files, key=lambda file: file.stat().st_mtime_ns)[: -KEPT_VERSIONS + 1]:
             old.unlink()
 
@@ -156,7 +154,7 @@ class Fleet:
             while name not in self._answers and process in self._processes:
                 self.receive()
             if process in self._processes:
-                for group in json.loads(Path(self._folder.name, name).read_bytes()):
+                for group in json.loads((self._folder / name).read_bytes()):
                     recorded[tuple(group["key"])] = group["samples"]
         return {key: value for key, value in recorded.items() if key not in self.finished}
 
@@ -191,7 +189,7 @@ class Fleet:
             self._replace(process)
         elif "group" in message:
             key = tuple(message["group"])
-            path = Path(self._folder.name, message["file"])
+            path = self._folder / message["file"]
             if process.groups.pop(key, None) is not None:
                 self.finished[key] = Finished(map_groups(path), message["version_runs"])
             path.unlink()
