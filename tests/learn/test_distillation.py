@@ -12,6 +12,7 @@ from learning_cases import VOCABULARY, episode, plain_logprobs, small_decoder
 from preference_cases import random_pairs
 
 from perilune.errors import RequestError
+from perilune.learn import distillation
 from perilune.learn.distillation import (
     Distillation,
     diagnostics,
@@ -23,7 +24,10 @@ from perilune.learn.distillation import (
     token_losses,
 )
 from perilune.learn.trainer import Learner
+from perilune.models import logprobs
 from perilune.models.attention import PackedAttention
+from perilune.models.logprobs import log_distribution
+from perilune.models.memory import DISTILLATION_ROW
 
 # Tokens 1 to 4 of the worked example, and two tokens with the remaining probability mass.
 P = torch.tensor([[0.6, 0.3, 0.05, 0.02, 0.016, 0.014]], dtype=torch.float64).log()
@@ -32,7 +36,7 @@ FIRST = torch.zeros(1, dtype=torch.int64)
 
 
 def figures(k: int = 3) -> dict[str, float]:
-    return {name: value.item() for name, value in diagnostics(P, Q, FIRST, k).items()}
+    return {name: float(value) for name, value in diagnostics(P, Q, FIRST, k).items()}
 
 
 def test_diagnostics_worked_example() -> None:
@@ -81,7 +85,8 @@ def test_gkd_rejects_beta_above_1() -> None:
 def test_overlap_advantage_is_negative_kl_over_shared_top_tokens() -> None:
     torch.manual_seed(0)
     p, q = (torch.randn(40, 30, dtype=torch.float64).mul(2).log_softmax(-1) for _ in range(2))
-    found = diagnostics(p, q, torch.zeros(40, dtype=torch.int64), 5)
+    by_token = diagnostics(p, q, torch.zeros(40, dtype=torch.int64), 5)
+    found = {name: values.sum() for name, values in by_token.items()}
     total, count, overlaps = 0.0, 0, []
     for a, b in zip(p.exp().numpy(), q.exp().numpy(), strict=True):
         both = sorted(set(np.argsort(-a)[:5]) & set(np.argsort(-b)[:5]))
@@ -101,7 +106,8 @@ def test_overlap_advantage_is_negative_kl_over_shared_top_tokens() -> None:
 @given(st.integers(0, 1000), st.integers(1, 40))
 def test_diagnostics_and_losses_are_zero_for_equal_policies(seed: int, k: int) -> None:
     p = torch.randn(6, 23, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).log_softmax(-1)
-    found = diagnostics(p, p, torch.zeros(6, dtype=torch.int64), k)
+    by_token = diagnostics(p, p, torch.zeros(6, dtype=torch.int64), k)
+    found = {name: values.sum() for name, values in by_token.items()}
     assert found["overlap_ratio"].item() == pytest.approx(6)
     for name in (
         "overlap_advantage",
@@ -186,7 +192,17 @@ def reference(student, teacher, episodes, prompts, loss: Distillation, advantage
 
 
 @pytest.mark.parametrize("kind", ["reverse_kl", "reverse_topk", "forward_topk", "gkd"])
-def test_distillation_step_equals_float64_reference_at_every_token_budget(kind: str) -> None:
+@pytest.mark.parametrize("rows", [1, 3, 1000])
+def test_distillation_step_equals_float64_reference_at_every_token_budget_and_chunk_size(
+    kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(
+        distillation,
+        "log_distribution",
+        lambda logits, t: seen.append(len(logits)) or log_distribution(logits, t),
+    )
+    monkeypatch.setattr(logprobs, "MAX_LOGITS_PER_CHUNK", rows * DISTILLATION_ROW * VOCABULARY)
     never_began = episode(failure="environment: it did not open", tokens=(), name="0/9/0")
     episodes = [never_began, *(answer for pair in random_pairs(3, 3) for answer in pair)]
     hint = [7, 7, 2]
@@ -206,6 +222,7 @@ def test_distillation_step_equals_float64_reference_at_every_token_budget(kind: 
         assert found["tokens"] == tokens
         for parameter, other in zip(learner.decoder.parameters(), exact.parameters(), strict=True):
             torch.testing.assert_close(parameter.grad.double(), other.grad, rtol=3e-3, atol=3e-5)
+    assert max(seen) <= rows
 
 
 def test_distillation_from_equal_weights_and_prompt_has_zero_loss() -> None:

@@ -66,7 +66,7 @@ def test_in_row_chunks_equals_one_call_at_any_chunk_size(count: int, rows: int, 
 
     with pytest.MonkeyPatch.context() as patched, torch.set_grad_enabled(learning):
         patched.setattr(logprobs, "MAX_LOGITS_PER_CHUNK", 10 * rows + 9)
-        sums, ids = logprobs.compute_in_row_chunks(of_rows, hidden, tokens, 10)
+        sums, ids = logprobs.compute_in_row_chunks(of_rows, (hidden, tokens), 10)
         assert max(seen) <= rows or count <= rows
         assert sum(seen) == count
     assert torch.equal(sums.detach(), hidden.detach().sum(1) * 2)

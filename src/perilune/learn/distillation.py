@@ -25,7 +25,8 @@ from perilune.learn.batch import PackedBatch, pack_each, split_by_cost
 from perilune.learn.losses import MAX_LOG_RATIO
 from perilune.learn.trainer import Learner, predicting_states
 from perilune.models.decoder import Decoder
-from perilune.models.logprobs import gather_logprobs, log_distribution
+from perilune.models.logprobs import compute_in_row_chunks, gather_logprobs, log_distribution
+from perilune.models.memory import DISTILLATION_ROW
 
 DistillationKind = Literal["reverse_kl", "reverse_topk", "forward_topk", "gkd"]
 
@@ -115,16 +116,29 @@ def distill(
     parts = list(parts)
     by_episodes = {part.student.episode_ids: part for part in parts}
 
+    def of_rows(
+        hidden: Tensor, states: Tensor, targets: Tensor, old_logprobs: Tensor, advantages: Tensor
+    ) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            q = log_distribution(teacher.logits(states), loss.temperature)
+        p = log_distribution(learner.trained.logits(hidden), loss.temperature)
+        losses = token_losses(p, q, targets, old_logprobs, advantages, loss)
+        with torch.no_grad():  # last, so that the recomputation in the backward pass ends before it
+            figures = diagnostics(p.detach(), q, targets, loss.k)
+        names[:] = figures
+        return losses, *figures.values()
+
+    names: list[str] = []
+
     def objective(batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
         part = by_episodes[batch.episode_ids]
         with torch.no_grad():
             states = predicting_states(teacher, part.teacher.to(hidden.device))
-            q = log_distribution(teacher.logits(states), loss.temperature)
-        p = log_distribution(learner.trained.logits(hidden), loss.temperature)
-        advantages = part.advantages.to(p.device)[batch.episode_of]
-        losses = token_losses(p, q, batch.targets, batch.old_logprobs, advantages, loss)
-        with torch.no_grad():
-            sums = diagnostics(p.detach(), q, batch.targets, loss.k)
+        advantages = part.advantages.to(hidden.device)[batch.episode_of]
+        columns = (hidden, states, batch.targets, batch.old_logprobs, advantages)
+        logits = DISTILLATION_ROW * teacher.config.vocab_size
+        losses, *figures = compute_in_row_chunks(of_rows, columns, logits)
+        sums = {name: figure.sum() for name, figure in zip(names, figures, strict=True)}
         return losses.sum() / tokens, sums
 
     totals = learner.forward_backward_custom([part.student for part in parts], objective)
@@ -182,13 +196,14 @@ def generalized_jsd(p: Tensor, q: Tensor, beta: float) -> Tensor:
 
 
 def diagnostics(p: Tensor, q: Tensor, targets: Tensor, k: int) -> dict[str, Tensor]:
-    """Return sums over tokens of figures that compare student and teacher.
+    """Return figures that compare student and teacher, each with one entry per token, [M].
 
     With S_p and S_q the k likeliest tokens of each, and O their intersection:
 
     * overlap_ratio |O| / k; overlap_mass_student, _teacher: mass of p and of q on O, of the full vocabulary
-    * overlap_advantage: over tokens with O not empty, sum over O of p'(log q' - log p') / |O|, renormalized
-      on O; equals -KL(p' || q') / |O| <= 0 (arXiv 2604.13016, eq. 7). Its size depends on k.
+    * overlap_tokens: whether O has a token; the two advantages are 0 where it has none
+    * overlap_advantage: sum over O of p'(log q' - log p') / |O|, renormalized on O; equals
+      -KL(p' || q') / |O| <= 0 (arXiv 2604.13016, eq. 7). Its size depends on k.
     * overlap_advantage_verl: verl's quantity of the same name, mean over O of -q (log q - log p); any sign
     * topk_mass_student, _teacher: mass of p and of q on S_q
     * entropy_gap: |H(q) - H(p)|; entropy_gap_topk: the same of each renormalized on its own k tokens
@@ -210,18 +225,18 @@ def diagnostics(p: Tensor, q: Tensor, targets: Tensor, k: int) -> dict[str, Tens
     entropies = [_entropy(p), _entropy(q)]
     topk = [_entropy(best_p.log_softmax(-1)), _entropy(best_q.log_softmax(-1))]
     return {
-        "overlap_ratio": (count / k).sum(),
-        "overlap_tokens": overlaps.sum(),
-        "overlap_advantage": advantage[overlaps].sum(),
-        "overlap_advantage_verl": verl[overlaps].sum(),
-        "overlap_mass_student": torch.where(shared, p.exp(), 0).sum(),
-        "overlap_mass_teacher": torch.where(shared, q.exp(), 0).sum(),
-        "topk_mass_student": p.gather(-1, indices_q).exp().sum(),
-        "topk_mass_teacher": best_q.exp().sum(),
-        "entropy": entropies[0].sum(),
-        "entropy_gap": (entropies[1] - entropies[0]).abs().sum(),
-        "entropy_gap_topk": (topk[1] - topk[0]).abs().sum(),
-        "reverse_kl": (gather_logprobs(p, targets) - gather_logprobs(q, targets)).sum(),
+        "overlap_ratio": count / k,
+        "overlap_tokens": overlaps,
+        "overlap_advantage": torch.where(overlaps, advantage, 0),
+        "overlap_advantage_verl": torch.where(overlaps, verl, 0),
+        "overlap_mass_student": torch.where(shared, p.exp(), 0).sum(-1),
+        "overlap_mass_teacher": torch.where(shared, q.exp(), 0).sum(-1),
+        "topk_mass_student": p.gather(-1, indices_q).exp().sum(-1),
+        "topk_mass_teacher": best_q.exp().sum(-1),
+        "entropy": entropies[0],
+        "entropy_gap": (entropies[1] - entropies[0]).abs(),
+        "entropy_gap_topk": (topk[1] - topk[0]).abs(),
+        "reverse_kl": gather_logprobs(p, targets) - gather_logprobs(q, targets),
     }
 
 

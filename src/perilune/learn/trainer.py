@@ -366,7 +366,7 @@ def target_logprobs(
     learned = len(batch.targets)
     missing = round_up_rows(learned) - learned
     states, targets = F.pad(states, (0, 0, 0, missing)), F.pad(batch.targets, (0, missing))
-    logprobs, entropy = compute_in_row_chunks(of_rows, states, targets, decoder.config.vocab_size)
+    logprobs, entropy = compute_in_row_chunks(of_rows, (states, targets), decoder.config.vocab_size)
     return logprobs[:learned], entropy[:learned]
 
 

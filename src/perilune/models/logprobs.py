@@ -1,6 +1,6 @@
 """Log-probs of tokens, for both the engine and the learner."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -96,12 +96,9 @@ class _TorchLogprobs(torch.autograd.Function):
 
 
 def compute_in_row_chunks(
-    of_rows: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
-    hidden: Tensor,
-    token_ids: Tensor,
-    vocab_size: int,
+    of_rows: Callable[..., tuple[Tensor, ...]], columns: Sequence[Tensor], logits_per_row: int
 ) -> tuple[Tensor, ...]:
-    """Compute `of_rows(hidden, token_ids)`, in chunks of rows when the logits would be large.
+    """Compute `of_rows(*columns)`, in chunks of rows when the logits would be large.
 
     N V logits and their gradient take gigabytes, although only one number per row is needed. In chunks,
     memory grows with N and with V but not with their product. In exchange, training recomputes the logits in
@@ -109,21 +106,21 @@ def compute_in_row_chunks(
     values are the same. The gradient of the head is the sum over the chunks.
 
     Args:
-        of_rows: maps float[n, d] and int64[n] to tensors with one entry per row.
-        hidden: float[N, d].
-        token_ids: int64[N].
-        vocab_size: V, the logits that `of_rows` computes per row.
+        of_rows: maps tensors with n rows to tensors with n rows.
+        columns: tensors with N rows, such as hidden states float[N, d] and targets int64[N].
+        logits_per_row: V for `of_rows` that compute one distribution per row.
     """
-    limit = MAX_LOGITS_PER_CHUNK_ON_GPU if hidden.device.type == "cuda" else MAX_LOGITS_PER_CHUNK
-    rows = max(1, limit // vocab_size)
+    first = columns[0]
+    limit = MAX_LOGITS_PER_CHUNK_ON_GPU if first.device.type == "cuda" else MAX_LOGITS_PER_CHUNK
+    rows = max(1, limit // logits_per_row)
     rows = rows // _ROW_MULTIPLE * _ROW_MULTIPLE or rows
-    if len(hidden) <= rows:
-        return of_rows(hidden, token_ids)
+    if len(first) <= rows:
+        return of_rows(*columns)
     training = torch.is_grad_enabled()
     parts = [
         checkpoint(of_rows, *part, use_reentrant=False, preserve_rng_state=False)
         if training
         else of_rows(*part)
-        for part in zip(torch.split(hidden, rows), torch.split(token_ids, rows), strict=True)
+        for part in zip(*(torch.split(column, rows) for column in columns), strict=True)
     ]
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))

@@ -12,7 +12,7 @@ from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
 from perilune.learn.training_settings import LearnerSettings
 from perilune.models.config.decoder_config import DecoderConfig
-from perilune.models.memory import base_bytes
+from perilune.models.memory import added_by_distillation, base_bytes
 from perilune.plural import plural
 from perilune.tasks.stage.defaults import ForgettingSpec
 from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
@@ -70,6 +70,7 @@ class DistillSpec(EvaluatedSpec, LearnerSettings, SamplingSpec, ForgettingSpec):
         Raises:
             RequestError: when the answers leave no room for a prompt.
         """
+        cache = CacheSettings(device, self.precision)
         plan = plan_stage_memory(
             config,
             samples=max(self.prompts * self.samples, self.eval.tasks * self.eval.samples if self.eval else 0),
@@ -77,8 +78,11 @@ class DistillSpec(EvaluatedSpec, LearnerSettings, SamplingSpec, ForgettingSpec):
             token_budget=self.token_budget,
             reference=True,
             learner=self,
-            cache=CacheSettings(device, self.precision),
+            cache=cache,
         )
+        added = added_by_distillation(config, self.token_budget, cache.gpu)
+        learning = plan.transient["learning"] + added
+        plan = replace(plan, transient={**plan.transient, "learning": learning})
         if self.lora is None:
             return plan
         teacher = base_bytes(config, "float32")  # the base of an adapter is no teacher
