@@ -1,6 +1,7 @@
 """DPO and IPO losses and gradients against float64 references; collapse metrics and pair packing."""
 
 import dataclasses
+from itertools import zip_longest
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 from perilune.errors import RequestError
 from perilune.learn.batch import pack_pairs
+from perilune.learn.distributed import Ranks
 from perilune.learn.preference import (
     PairLogprobs,
     PreferenceObjective,
@@ -146,6 +148,26 @@ def test_reference_logprobs_are_exact_and_margins_start_at_zero() -> None:
     assert not np.allclose(  # the reference log-probs do not follow the policy
         plain_logprobs(decoder, scored[0][0]).detach().numpy(), scored[0][0].logprobs
     )
+
+
+def test_each_process_computes_its_share_of_the_reference_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs, decoder = random_pairs(2, 5), small_decoder(5)
+    shares: list[list[np.ndarray]] = []
+
+    def gather(_: str, own: list[np.ndarray]) -> list[np.ndarray]:
+        shares.append(own)
+        return [array for of_ranks in zip_longest(*shares) for array in of_ranks if array is not None]
+
+    first, second = (Ranks(rank, 2) for rank in (0, 1))
+    for ranks in (first, second):
+        monkeypatch.setattr(ranks, "all_gather_arrays", gather)
+    with pytest.raises(ValueError, match="zip"):  # the second process has sent nothing yet
+        add_reference_to_pairs(pairs, decoder, 1, first)
+    scored = add_reference_to_pairs(pairs, decoder, 1, second)
+    assert [len(share) for share in shares] == [3, 2]
+    for found, expected in zip(scored, add_reference_to_pairs(pairs, decoder, 1), strict=True):
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(a.logprobs, b.logprobs)
 
 
 def test_decoder_has_no_dropout() -> None:

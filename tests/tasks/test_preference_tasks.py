@@ -148,7 +148,7 @@ def test_wrong_reference_model_stops_the_run(
     right = preference.add_reference_to_pairs
     other = new_model("tiny", Tokenizer.characters(), seed=99)
     monkeypatch.setattr(
-        preference, "add_reference_to_pairs", lambda data, _, budget: right(data, other, budget)
+        preference, "add_reference_to_pairs", lambda data, _, *rest: right(data, other, *rest)
     )
     with pytest.raises(WorkFailedError, match="reference differ by"):
         run_task(tmp_path / "b", "preference", inputs={"data": pairs / "artifacts/pairs"})

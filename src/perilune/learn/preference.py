@@ -28,7 +28,7 @@ from torch import Tensor
 
 from perilune.learn.batch import PackedBatch, Pair, pack_pairs, scatter_to_sampled
 from perilune.learn.distributed import SINGLE_RANK, Ranks
-from perilune.learn.trainer import predicting_states, target_logprobs
+from perilune.learn.trainer import predicting_states, target_logprobs, token_logprobs
 from perilune.models.decoder import Decoder
 
 PreferenceLoss = Literal["dpo", "dpo_norm", "ipo"]
@@ -188,16 +188,26 @@ def evaluate_pairs(
     return {"loss": math.fsum(losses), **objective.figures()}
 
 
-@torch.no_grad()
-def add_reference_to_pairs(pairs: Sequence[Pair], reference: Decoder, token_budget: int) -> list[Pair]:
-    """Return the pairs with the log-probs of a frozen `reference` in their `logprobs`."""
-    device = next(reference.parameters()).device
-    episodes = iter([episode for pair in pairs for episode in pair])
-    scored = []
-    for batch in (batch.to(device) for batch in pack_pairs(pairs, token_budget)):
-        logprobs, _ = target_logprobs(reference, batch, predicting_states(reference, batch))
-        for (_, part), episode in zip(batch.split_by_episode(logprobs), episodes, strict=False):
-            scored.append(replace(episode, logprobs=scatter_to_sampled(episode, part)))
+def add_reference_to_pairs(
+    pairs: Sequence[Pair], reference: Decoder, token_budget: int, ranks: Ranks = SINGLE_RANK
+) -> list[Pair]:
+    """Return the pairs with the log-probs of a frozen `reference` in their `logprobs`.
+
+    Each rank computes a share of the micro-batches, and all ranks receive all log-probs.
+    """
+    batches = pack_pairs(pairs, token_budget)
+    own = [token_logprobs(reference, batch).cpu().numpy() for batch in ranks.shard(batches)]
+    logprobs = ranks.all_gather_arrays("reference log-probs", own)
+    parts = [
+        part
+        for batch, values in zip(batches, logprobs, strict=True)
+        for _, part in batch.split_by_episode(torch.from_numpy(values))
+    ]
+    episodes = [episode for pair in pairs for episode in pair]
+    scored = [
+        replace(episode, logprobs=scatter_to_sampled(episode, part))
+        for episode, part in zip(episodes, parts, strict=True)
+    ]
     return list(zip(scored[::2], scored[1::2], strict=True))
 
 

@@ -41,12 +41,13 @@ def run(workspace: Workspace, spec: PreferenceSpec) -> dict[str, Any]:
     reader = spec.reader(policy.tokenizer, config)
     pairs = PreferenceData.load([workspace.input("data")], reader, workspace.job.seed, spec.validation)
     workspace.log(f"data: {reader.describe()}")
+    ranks = join_ranks(workspace, device, policy.decoder)
     data = PreferenceData(
-        add_reference_to_pairs(pairs.train, policy.decoder, spec.token_budget),
-        add_reference_to_pairs(pairs.validation, policy.decoder, spec.token_budget),
+        add_reference_to_pairs(pairs.train, policy.decoder, spec.token_budget, ranks),
+        add_reference_to_pairs(pairs.validation, policy.decoder, spec.token_budget, ranks),
         pairs.seed,
     )
-    learner = Learner(policy.decoder, spec, ranks=join_ranks(workspace, device, policy.decoder))
+    learner = Learner(policy.decoder, spec, ranks=ranks)
     of_pairs = partial(preference_loss, kind=spec.loss, beta=spec.beta, nll=spec.nll, dpop=spec.dpop)
     held_out = partial(pair_values, policy.decoder, data.validation, of_pairs, spec.token_budget)
     loop = TrainingLoop(workspace, learner, spec, policy, held_out=held_out if data.validation else None)
