@@ -219,6 +219,21 @@ def test_continuations_end_at_the_stop_texts_of_their_task(policy, monkeypatch) 
     assert any("a" in transcript.text[:-1] for _, transcript in free)
 
 
+def test_continuations_end_at_a_stop_text_that_begins_in_the_prefix(policy, monkeypatch) -> None:
+    made = process(policy, MonteCarloValues())
+    (task,), how = tasks_and_options(made, 1)
+    monkeypatch.setattr(
+        RolloutWorker, "add_stop_texts", lambda _, params, task: replace(params, stop=("a7", "ab"))
+    )
+    prompt, written = (
+        np.array(ids, np.int32)
+        for ids in (policy.tokenizer.encode_prompt(task.prompt), policy.tokenizer.encode("ca"))
+    )
+    score_continuations(made.rollouts, [Prefix(task, prompt, written)], 200, how["params"], 1)
+    ended = [transcript for _, transcript in made.rollouts.scorer.items if transcript.text[2:3] in ("7", "b")]
+    assert ended and all(len(transcript.text) == 3 and transcript.finished for transcript in ended)
+
+
 def test_continuations_use_other_random_numbers_than_episodes(policy) -> None:
     made = process(policy, MonteCarloValues(continuations=2, segments=SHORT))
     tasks, how = tasks_and_options(made, 1)

@@ -349,7 +349,8 @@ class Engine:
             WorkFailedError: when the model's probabilities are not finite.
         """
         requests = [
-            Request(prompt.token_ids, params, prompt.key, n, constraint=constraint) for prompt in prompts
+            Request(prompt.token_ids, params, prompt.key, n, prompt.position, constraint=constraint)
+            for prompt in prompts
         ]
         for index, request in enumerate(requests):
             self._limits.check(request, f"prompt {index}")

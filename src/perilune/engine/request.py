@@ -118,10 +118,12 @@ class Prompt:
         token_ids: at least one token.
         key: (seed, step, task). Together with the index of the sample and the position it determines every
             draw.
+        position: number of last tokens that belong to the samples' text, as in `Request`.
     """
 
     token_ids: list[int]
     key: tuple[int, int, int]
+    position: int = 0
 
 
 class InputEmbeddings(Protocol):

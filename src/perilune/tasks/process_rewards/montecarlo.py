@@ -39,7 +39,11 @@ def score_continuations(
     longest = params.max_tokens - min(len(prefix.token_ids) for prefix in distinct.values())
     seed = int.from_bytes(hashlib.blake2b(f"montecarlo/{rollouts.seed}".encode(), digest_size=7).digest())
     prompts = [
-        Prompt([*prefix.prompt_ids.tolist(), *prefix.token_ids.tolist()], (seed, step, index))
+        Prompt(
+            [*prefix.prompt_ids.tolist(), *prefix.token_ids.tolist()],
+            (seed, step, index),
+            position=len(prefix.token_ids),  # a stop text may begin in the prefix
+        )
         for index, prefix in enumerate(distinct.values())
     ]
     stops = [rollouts.add_stop_texts(params, prefix.task).stop for prefix in distinct.values()]
