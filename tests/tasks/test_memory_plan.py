@@ -34,6 +34,8 @@ from perilune.models.narrow import NarrowWeight
 from perilune.models.native import ops
 from perilune.recipe.load import load_recipe
 from perilune.tasks.distill import loop
+from perilune.tasks.flywheel import loop as flywheel
+from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.stage import evaluation
 from perilune.tasks.stage.memory_plan import (
     ASSUMED_PROMPT_TOKENS,
@@ -317,7 +319,19 @@ def test_asynchronous_training_on_several_machines_is_refused() -> None:
         load_plugin("rl").plan(several)
 
 
-def test_engines_that_evaluate_or_distill_have_the_planned_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollout_processes_have_slots_for_the_groups_that_run_ahead() -> None:
+    for ahead, workers, slots in ((0, 1, 6), (2, 1, 18), (1, 4, 4)):
+        asynchronous = {"staleness": ahead, "workers": workers}
+        spec = RLSpec(checkpoint="model", prompts=3, samples=2, asynchronous=asynchronous)
+        engine = spec.sampling_plan(TINY, 8, "cuda")
+        assert engine.slots == slots
+        whole = spec.memory_plan(TINY, 8, "cuda")
+        assert whole.persistent[OTHER_PROCESSES] == workers * engine.total
+
+
+def test_engines_that_evaluate_distill_or_turn_the_flywheel_have_the_planned_slots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A GPU allocates the cache of all slots at once."""
 
     def opened(*arguments: Any) -> None:
@@ -325,6 +339,7 @@ def test_engines_that_evaluate_or_distill_have_the_planned_slots(monkeypatch: py
 
     monkeypatch.setattr(evaluation, "make_engine", lambda *_, **options: options)
     monkeypatch.setattr(loop, "open_player", opened)
+    monkeypatch.setattr(flywheel, "open_player", opened)
     job = make_job("sft", eval={"tasks": 3, "samples": 4})
     policy: Any = SimpleNamespace(decoder=SimpleNamespace(config=TINY), tokenizer=None)
     spec: Any = read_spec(load_plugin("sft").spec, job)  # type: ignore[attr-defined]
@@ -334,3 +349,7 @@ def test_engines_that_evaluate_or_distill_have_the_planned_slots(monkeypatch: py
     spec = read_spec(load_plugin("distill").spec, job)  # type: ignore[attr-defined]
     with pytest.raises(LookupError, match="6 slots"):
         loop.run(None, spec)  # type: ignore[arg-type]
+    job = make_job("flywheel", tasks=7, samples=2, heldout=5)
+    spec = read_spec(load_plugin("flywheel").spec, job)  # type: ignore[attr-defined]
+    with pytest.raises(LookupError, match="20 slots"):  # of the held-out tasks
+        flywheel.run(None, spec)  # type: ignore[arg-type]

@@ -21,7 +21,8 @@ from perilune.metrics.proportion import pass_rate_interval
 from perilune.rollout.groups import Groups
 from perilune.rollout.timing import Stopwatch
 from perilune.tasks.datasets.own_traces import most_likely, sampling_provenance, to_record
-from perilune.tasks.flywheel.stage import FlywheelSpec
+from perilune.tasks.flywheel.stage import HELD_OUT_SAMPLES, FlywheelSpec
+from perilune.tasks.stage.memory_plan import memory_figures
 from perilune.tasks.stage.outcomes import PASS_REWARD
 from perilune.tasks.stage.player import Player, open_player
 from perilune.tasks.stage.policy import heldout_tasks
@@ -31,13 +32,12 @@ from perilune.tasks.supervised.demonstrations import Demonstrations
 from perilune.tasks.supervised.tokens import RowReader
 from perilune.watchdog import Watchdog
 
-HELD_OUT_SAMPLES = 4
 GOAL_PASS_RATE = 0.9  # pass rate for which the number of further rounds is predicted
 
 
 def run(workspace: Workspace, spec: FlywheelSpec) -> dict[str, Any]:
     """Run the rounds and return the stage's summary."""
-    with open_player(workspace, spec.max_tokens, spec) as player:
+    with open_player(workspace, spec.max_tokens, spec, spec.memory_plan) as player:
         learner = Learner(player.policy.decoder, spec)
         loop = TrainingLoop(workspace, learner, spec)
         rounds = Rounds(workspace, spec, player, learner)
@@ -55,7 +55,9 @@ def run(workspace: Workspace, spec: FlywheelSpec) -> dict[str, Any]:
 
         loop.run(step)
     summary = rounds.summary()  # `finish` may load the learner's state of the best round
-    return {**loop.finish(player.policy), **summary}
+    assert player.memory is not None
+    memory = memory_figures(player.memory, player.device)
+    return {**loop.finish(player.policy), **summary, "memory": memory}
 
 
 @dataclass(frozen=True)

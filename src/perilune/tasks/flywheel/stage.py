@@ -8,11 +8,20 @@ from pydantic import Field
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
 from perilune.learn.training_settings import LearnerSettings
+from perilune.models.config.decoder_config import DecoderConfig
 from perilune.tasks.stage.defaults import ForgettingSpec
-from perilune.tasks.stage.memory_plan import CacheSettings, model_config, plan_stage_memory
+from perilune.tasks.stage.memory_plan import (
+    CacheSettings,
+    StageMemory,
+    model_config,
+    plan_stage_memory,
+    planned_episode_tokens,
+)
 from perilune.tasks.stage.retention import TrainingSpec
 from perilune.tasks.stage.sampling import SamplingSpec
 from perilune.tasks.stage.stage import Stage, training_plan
+
+HELD_OUT_SAMPLES = 4
 
 
 class FlywheelSpec(TrainingSpec, LearnerSettings, SamplingSpec, ForgettingSpec):
@@ -27,6 +36,17 @@ class FlywheelSpec(TrainingSpec, LearnerSettings, SamplingSpec, ForgettingSpec):
     heldout: int = Field(256, ge=2, description="held-out tasks to evaluate each round on")
     save_every: int = Field(1, ge=1, description="rounds between checkpoints to resume from")
 
+    def memory_plan(self, config: DecoderConfig, longest: int, device: str) -> StageMemory:
+        """Return the memory plan for episodes of at most `longest` tokens after the prompt."""
+        return plan_stage_memory(
+            config,
+            samples=max(self.tasks * self.samples, self.heldout * HELD_OUT_SAMPLES),
+            max_tokens=longest,
+            token_budget=self.token_budget,
+            cache=CacheSettings(device, self.precision),
+            learner=self,
+        )
+
 
 class Flywheel(Stage[FlywheelSpec]):
     """Rounds of training a policy on its own right answers."""
@@ -38,14 +58,9 @@ class Flywheel(Stage[FlywheelSpec]):
 
     def describe(self, spec: FlywheelSpec, job: Job) -> Mapping[str, object]:
         answers = spec.tasks * spec.samples
-        memory = plan_stage_memory(
-            model_config(job),
-            samples=answers,
-            max_tokens=spec.max_tokens,
-            token_budget=spec.token_budget,
-            cache=CacheSettings(job.resources.device, spec.precision),
-            learner=spec,
-        )
+        config = model_config(job)
+        longest = planned_episode_tokens(job.environment, spec.max_tokens, config)
+        memory = spec.memory_plan(config, longest, job.resources.device)
         return {
             "answers": f"{spec.steps} x {spec.tasks} tasks x {spec.samples} = {spec.steps * answers:,}",
             "updates": f"{spec.steps} x {spec.updates}",

@@ -95,9 +95,7 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
             learner=self,
             cache=cache,
         )
-        sampling = plan_stage_memory(
-            config, samples=self.prompts * self.samples, max_tokens=longest, cache=cache
-        )
+        sampling = self.sampling_plan(config, longest, device)
         if self.sub_agent_checkpoint is not None:
             plan = replace(plan, persistent={**plan.persistent, "sub-agents": sampling.total})
         if self.reward_model is not None:  # the plan assumes the size of the policy
@@ -110,6 +108,14 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
         if self.asynchronous.keeps_weights_copy(self):
             persistent[WEIGHTS_COPY] = plan.persistent["weights"] // 2
         return replace(plan, persistent=persistent)
+
+    def sampling_plan(self, config: DecoderConfig, longest: int, device: str) -> StageMemory:
+        """Return the memory plan of an engine that only samples: of sub-agents, or in a rollout process."""
+        groups = self.prompts
+        if self.asynchronous is not None:
+            groups = -(-groups * (self.asynchronous.staleness + 1) // self.asynchronous.workers)
+        cache = CacheSettings(device, self.precision)
+        return plan_stage_memory(config, samples=groups * self.samples, max_tokens=longest, cache=cache)
 
     @model_validator(mode="after")
     def _set_default_corrections(self) -> RLSpec:

@@ -155,6 +155,7 @@ def main() -> None:
             workspace,
             spec.max_tokens,
             spec,
+            spec.sampling_plan,
             environments=environments,
             record_routes=spec.routing_replay,
             backend=spec.engine.runner() if spec.engine else None,
