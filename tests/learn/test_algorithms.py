@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -312,6 +313,28 @@ def test_dgpo_token_weights_are_bounded_and_sum_to_answer_length(
     shares = algorithm("dgpo", squared=squared).token_weights(one, StepContext(max_tokens=9, signals=signals))
     assert shares.sum() == pytest.approx(len(pairs))
     assert shares.max() / shares.min() <= math.exp(1 / 0.5) * (1 + 1e-6)
+
+
+def test_ppo_groups_are_dead_if_all_rewards_of_the_batch_are_equal() -> None:
+    """Then advantages are only errors of the critic."""
+
+    def dead(*groups: list[Episode]) -> list[bool]:
+        values = {e.episode_id: np.array([0.3, -0.2], np.float32) for group in groups for e in group}
+        weighted = algorithm("ppo").weight_groups(
+            groups, StepContext(max_tokens=8, signals={"values": values})
+        )
+        assert all(group.has_weights for group in weighted)  # the critic learns from them
+        return [group.dead for group in weighted]
+
+    def one(reward: float | None, name: str, **fields: Any) -> Episode:
+        failure = "" if reward is not None else "verifier: it died"
+        return replace(episode(reward, failure=failure, name=name), **fields)
+
+    assert dead([one(0.5, "0/0/0")], [one(0.5, "0/1/0")], [one(None, "0/2/0")]) == [True] * 3
+    assert dead([one(0.5, "0/0/0")], [one(0.0, "0/1/0")]) == [False] * 2
+    assert dead([one(0.5, "0/0/0")]) == [False]
+    stepped = one(0.5, "0/0/0", step_rewards=np.array([np.nan, 0.1], np.float32))
+    assert dead([stepped, one(0.5, "0/0/1")]) == [False]
 
 
 def test_ppo_names_episode_and_signal_when_values_are_missing() -> None:

@@ -12,6 +12,13 @@ from perilune.tasks.rl import update as policy_update
 from perilune.tasks.rl.metrics import MAX_DEAD_STEPS
 
 
+def test_ppo_stops_after_too_many_steps_whose_rewards_are_all_equal(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"prompts": 2, "samples": 1, "max_tokens": 1, "save_every": 100, "steps": 50}
+    with pytest.raises(WorkFailedError, match="nothing to learn from") as caught:
+        run_task(tmp_path / "rl", "rl", environment={**DIGITS, "equal": 0.5}, algorithm="ppo", **options)
+    assert caught.value.where == f"step {MAX_DEAD_STEPS}"
+
+
 @pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo"])
 def test_rl_stops_after_too_many_steps_of_equal_rewards(algorithm: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"prompts": 2, "samples": 2, "max_tokens": 1, "save_every": 100, "steps": 50}

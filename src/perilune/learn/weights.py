@@ -100,7 +100,7 @@ class WeightedGroup:
         proximal: float32[T] per episode: log-probs of pi_old if that is not the sampling policy.
         advantages: float32[G] for reports (the mean over tokens if they differ within an episode), NaN for
             a failed episode; None if the algorithm has no advantages.
-        dead: the rewards are equal, so the group gives no gradient.
+        dead: the rewards are equal, so the group gives no gradient, or with PPO only noise.
         figures: further figures by name. A step reports their mean, and the maximum of "..._max".
     """
 

@@ -2,7 +2,8 @@
 
 Schulman et al., arXiv 1707.06347 and 1506.02438. The critic (`learn.critic`) reads the value from the
 decoder's hidden state. Advantages are computed by GAE and whitened over the batch; the critic's targets are
-the returns before whitening.
+the returns before whitening. If all rewards of the batch are equal, the advantages are errors of the critic,
+which whitening enlarges; then all its groups count as dead.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from perilune.learn.advantages import generalized_advantages, token_rewards, whitened
+from perilune.learn.advantages import generalized_advantages, is_dead, token_rewards, whitened
 from perilune.learn.algorithms.base import ClippedPolicyGradient, Group, Signal, StepContext
 from perilune.learn.weights import ValueTargets, WeightedGroup, rewards
 
@@ -55,6 +56,12 @@ class PPO(ClippedPolicyGradient):
             earned, after = token_rewards(e, e.reward or 0.0), context.value_after(e)
             raw.append(generalized_advantages(earned, v, m, gamma=self.gamma, lam=self.lam, after=after))
         advantages = whitened(raw, masks)
+        batch = np.concatenate(scores)
+        dead = (
+            is_dead(batch)
+            and np.isfinite(batch).sum() > 1
+            and all(episode.step_rewards is None for episode in episodes)
+        )
         weighted: list[WeightedGroup] = []
         start = 0
         for group, group_scores in zip(groups, scores, strict=True):
@@ -66,6 +73,6 @@ class PPO(ClippedPolicyGradient):
                 values=tuple(v.astype(np.float32) for v in values[own]),
                 clip=self.value_clip,
             )
-            without_value = self.weight_tokens(group, group_scores, advantages[own], context, dead=False)
+            without_value = self.weight_tokens(group, group_scores, advantages[own], context, dead=dead)
             weighted.append(replace(without_value, value=targets))
         return weighted
