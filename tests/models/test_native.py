@@ -38,6 +38,7 @@ def test_products_are_accurate_and_independent_of_other_rows(
     strided = torch.randn(rows, inputs + 7)
     strided[:, :inputs] = x
     assert torch.equal(ops.linear(strided[:, :inputs], packed), out)
+    assert torch.equal(ops.linear(x[:1].expand(5, -1), packed), out[:1].expand(5, -1))
 
 
 def test_has_bfloat16_agrees_with_the_flags_of_the_processor() -> None:

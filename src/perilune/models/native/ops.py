@@ -181,8 +181,8 @@ def pack_parts(
 
 def linear(x: Tensor, weight: PackedWeight) -> Tensor:
     """Compute the product float32[N, O] of float32[N, I] and the weight, plus its bias."""
-    if x.stride(-1) != 1:
-        x = x.contiguous()
+    if x.stride(-1) != 1 or x.stride(0) < x.shape[1]:  # such as one row that is repeated
+        x = x.clone(memory_format=torch.contiguous_format)
     out = torch.empty(x.shape[0], weight.outputs)
     rounded = None
     if weight.struct.kind == KINDS[torch.bfloat16]:
