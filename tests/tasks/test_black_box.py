@@ -1,21 +1,26 @@
 """External programs as stages: fixed commit, separate environment, and unmodified sources."""
 
 import json
+import math
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from task_cases import make_bundle
 
+from perilune.bundle.job import InputReference, Job, Resources
+from perilune.bundle.workspace import Workspace
 from perilune.control.record.home import Home
 from perilune.control.runs.experiments import Control, advance, open_experiment, plan_stages
 from perilune.control.runs.progress import StageFailed, StageFinished
-from perilune.errors import RequestError
+from perilune.errors import RequestError, WorkFailedError
 from perilune.files import read_json
 from perilune.recipe.load import load_recipe
 from perilune.tasks.black_box.environment import check_pinned, lock_lines
 from perilune.tasks.black_box.source import fetch_source
-from perilune.tasks.black_box.stage import BlackBoxSpec
+from perilune.tasks.black_box.stage import BlackBox, BlackBoxSpec, _copy_metrics, _read_figure
 
 PROGRAM = """
 import json, os, sys, pathlib
@@ -117,6 +122,74 @@ def test_failing_program_fails_its_stage(control: Control, tmp_path: Path) -> No
     (tmp_path / "plain" / "program.py").write_text("print('nothing is made')")
     last = run_recipe(control, tmp_path, RECIPE.format(source="plain", commit=""))
     assert isinstance(last, StageFailed) and "no file of the program matches 'made/**/*.txt'" in last.message
+
+
+def own_bundle(folder: Path, program: str, **options: Any) -> Workspace:
+    """A bundle of a program without packages."""
+    own = folder.with_name("source")
+    own.mkdir()
+    (own / "program.py").write_text(program)
+    spec = BlackBoxSpec(source="inputs/source", command=("python", "program.py", "{outputs}"), **options)
+    source = InputReference(name="source", path="inputs/source", digest="", kind="dataset")
+    resources = Resources(device="cpu", threads=1)
+    job = Job(
+        task="black_box",
+        stage="theirs",
+        spec=spec.model_dump(mode="json"),
+        model={"preset": "tiny"},
+        environment={},
+        seed=7,
+        resources=resources,
+        inputs=(source,),
+    )
+    return Workspace(make_bundle(folder, job, {"source": own}))
+
+
+def test_metrics_of_a_failed_attempt_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    lines = [{"step": 1, "loss": math.nan}, {"step": 2, "loss": 0.5}]  # JSON cannot represent NaN
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    program = f"import pathlib, sys; (pathlib.Path(sys.argv[1]) / 'log.jsonl').write_text({text!r})"
+    workspace = own_bundle(tmp_path / "b", program, metrics="log.jsonl", figures={"score": "missing.json"})
+    for _ in range(2):
+        with pytest.raises(WorkFailedError, match=r"the program wrote no missing\.json"):
+            BlackBox().run(workspace)
+        assert workspace.metrics() == [{"step": 1}, {"step": 2, "loss": 0.5}]
+
+
+@pytest.mark.parametrize("line", ["3", '{"loss": 1}', '{"step": "1"}', '{"step": true}', '{"step": null}'])
+def test_metrics_without_a_step_are_refused(line: str, tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text(f'{{"step": 1}}\n{line}\n')
+    workspace = own_bundle(tmp_path / "b", "")
+    with pytest.raises(WorkFailedError, match="whole number `step`") as refused:
+        _copy_metrics(tmp_path / "log.jsonl", workspace)
+    assert refused.value.where.endswith("log.jsonl, line 2")
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1" + 400 * "0", '"inf"', "[]", "null"])
+def test_figures_are_finite_numbers(value: str, tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text(f'{{"a": {value}, "b": 2}}')
+    assert _read_figure(tmp_path, "result.json#b") == 2.0
+    for source in ("result.json#a", "."):
+        with pytest.raises(WorkFailedError, match="there is no number at"):
+            _read_figure(tmp_path, source)
+
+
+def test_all_files_of_a_commit_are_unchanged(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attributes of a repository may leave files out of an archive, or replace text in them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (repository / ".gitattributes").write_text("data export-ignore\nversion.py export-subst\n")
+    (repository / "data").mkdir()
+    (repository / "data/words.txt").write_text("one")
+    (repository / "version.py").write_text("$Format:%H$")
+    git(repository, "add", ".")
+    git(repository, "commit", "--quiet", "-m", "two")
+    source = fetch_source(str(repository), git(repository, "rev-parse", "HEAD"))
+    assert (source / "data/words.txt").read_text() == "one"
+    assert (source / "version.py").read_text() == "$Format:%H$"
 
 
 def test_fetch_source_requires_a_clean_repository_and_full_commit(

@@ -83,6 +83,8 @@ def _check_out(source: str, commit: str, destination: Path) -> None:
         if _git("-C", bare, "ls-tree", commit, "--", ".gitmodules"):
             message = "the repository has submodules, which are not supported"
             raise RequestError(message, where=source, remedy="use a repository without submodules")
+        # Attributes here have precedence over the repository's, which would leave out or change files.
+        Path(bare, "info", "attributes").write_text("* -export-ignore -export-subst\n", encoding="utf-8")
         archive = Path(scratch) / "files.tar"
         _git("-C", bare, "archive", "--format=tar", f"--output={archive}", commit)
         with tarfile.open(archive) as tar:

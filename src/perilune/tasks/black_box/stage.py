@@ -7,6 +7,7 @@ result is measured in the same way as ours.
 """
 
 import json
+import math
 import os
 import shutil
 import string
@@ -152,9 +153,9 @@ class BlackBox:
         }
         write_json(workspace.artifacts / "black_box.json", record)
         self._publish(spec, outputs, workspace)
+        workspace.rewind(-1)  # removes the metrics of an earlier attempt
         if spec.metrics is not None:
-            for line in read_json_lines(_output_path(outputs, spec.metrics)):
-                workspace.metric(**line)
+            _copy_metrics(_output_path(outputs, spec.metrics), workspace)
         shutil.rmtree(work)
         figures = {name: _read_figure(outputs, source) for name, source in spec.figures.items()}
         return {
@@ -250,6 +251,23 @@ def _output_path(outputs: Path, name: str) -> Path:
     return path
 
 
+def _copy_metrics(path: Path, workspace: Workspace) -> None:
+    """Append the program's metrics to those of the run."""
+    for number, line in enumerate(read_json_lines(path), start=1):
+        if not isinstance(line, dict) or type(line.get("step")) is not int:
+            raise WorkFailedError(
+                "the metrics need lines that are JSON objects with a whole number `step`",
+                where=f"{path}, line {number}",
+            )
+        step = line.pop("step")
+        workspace.metric(step, **{name: value for name, value in line.items() if not _is_infinite(value)})
+
+
+def _is_infinite(value: object) -> bool:
+    """Return whether the value is NaN or infinite, which JSON cannot represent."""
+    return isinstance(value, float) and not math.isfinite(value)
+
+
 def _read_figure(outputs: Path, source: str) -> float:
     """Return the number at FILE#KEY.KEY."""
     name, _, keys = source.partition("#")
@@ -257,9 +275,12 @@ def _read_figure(outputs: Path, source: str) -> float:
         value = json.loads(_output_path(outputs, name).read_bytes())
         for key in keys.split(".") if keys else ():
             value = value[int(key)] if isinstance(value, list) else value[key]
-        return float(value)
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
-        raise WorkFailedError(f"there is no number at {source}", where="figures") from None
+        figure = float(value)
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError, OSError):
+        figure = math.nan
+    if not math.isfinite(figure):
+        raise WorkFailedError(f"there is no number at {source}", where="figures")
+    return figure
 
 
 def _copy_writable(source: str, target: str) -> str:
