@@ -195,13 +195,9 @@ def test_stopped_code_is_shown_and_counted_in_metrics(tools, by_family):
     }  # fmt: skip
 
 
-def test_score_reports_replay_with_different_output(tools, by_family):
+def test_score_twice_reports_different_output(by_family):
     task = by_family["figure"]
     steady, unsteady = (transcript(task, code) for code in ("print(1)", "import os; print(os.urandom(8))"))
-    for run, differs in ((steady, 0.0), (unsteady, 1.0)):
-        kept = Transcript(run.text, earlier=run.earlier, messages=replay_conversation(tools, task, run))
-        score = tools.score(task, kept)
-        assert (score.reward, score.metrics["replay_differs"]) == (1.0, differs)
     twice = make_environment({"id": "tools", "sandbox": {"twice": True}})
     assert twice.score(task, unsteady).metrics["unsteady"] == 1.0
     assert "unsteady" not in twice.score(task, steady).metrics

@@ -214,8 +214,8 @@ def _send(control: socket.socket, document: Mapping[str, Any]) -> None:
 def _score(environment: Environment, item: Mapping[str, Any]) -> dict[str, Any]:
     try:
         task, transcript = _parse_task(item["task"]), item["transcript"]
-        transcript = {**transcript, **{name: tuple(transcript[name]) for name in ("earlier", "messages")}}
-        outcome: Any = environment.score(task, Transcript(**transcript))
+        transcript = Transcript(**{**transcript, "earlier": tuple(transcript["earlier"])})
+        outcome: Any = environment.score(task, transcript)
     except BaseException as error:  # a scorer's SystemExit or MemoryError must not end the process
         outcome = Failure("verifier", f"scorer raised {type(error).__name__}: {error}")
     return _encode_outcome(outcome)

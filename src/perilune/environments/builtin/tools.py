@@ -28,8 +28,7 @@ from perilune.environments.builtin.tool_calls import (
 from perilune.environments.builtin.tool_tasks import FAMILIES, ToolTask, matches_expected
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode
-from perilune.environments.core.protocol import EpisodeFailedError, Outcome, Score, Split, Task, Transcript
-from perilune.environments.core.replay import replay_conversation
+from perilune.environments.core.protocol import EpisodeFailedError, Split, Task, Transcript
 from perilune.environments.core.splits import select_unique
 from perilune.errors import PeriluneError
 from perilune.frozen import Frozen
@@ -129,14 +128,6 @@ class ToolsEnvironment(MultiTurn):
         right = float(self._is_right(task, action.text, files))
         strategy = "tools" if counts["calls"] else "guess"
         yield end_episode(right, terms={"right": right}, metrics={f"strategy/{strategy}": 1.0, **counts})
-
-    def score(self, task: Task, transcript: Transcript) -> Outcome:
-        """Replay the episode. The metric `replay_differs` compares it with the transcript's conversation."""
-        outcome = super().score(task, transcript)
-        if not transcript.messages or not isinstance(outcome, Score):
-            return outcome
-        differs = float(replay_conversation(self, task, transcript) != tuple(transcript.messages))
-        return Score(outcome.reward, outcome.terms, {**outcome.metrics, "replay_differs": differs})
 
     def gold(self, task: Task) -> Transcript:
         *earlier, answer = task.data["actions"]

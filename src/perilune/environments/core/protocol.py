@@ -127,8 +127,6 @@ class Transcript:
         earlier: all actions before the last one, of all players and sub-agents, in order.
         seed: seed of the session.
         player: index of the player whose score is requested.
-        messages: the conversation as that player saw it, starting with the prompt; empty if it was not
-            recorded.
     """
 
     text: str
@@ -136,7 +134,6 @@ class Transcript:
     earlier: tuple[str, ...] = ()
     seed: int = 0
     player: int = 0
-    messages: tuple[Message, ...] = ()
 
     @property
     def actions(self) -> tuple[str, ...]:

@@ -34,7 +34,8 @@ class Example:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Example:
-        return cls(Task(**raw["task"]), Transcript(**raw["transcript"]), raw["verdict"])
+        transcript = {name: raw["transcript"][name] for name in Transcript.__slots__}
+        return cls(Task(**raw["task"]), Transcript(**transcript), raw["verdict"])
 
 
 @dataclass(frozen=True, slots=True)
