@@ -26,6 +26,7 @@ from perilune.learn.distillation import (
 from perilune.learn.trainer import Learner
 from perilune.models import logprobs
 from perilune.models.attention import PackedAttention
+from perilune.models.decoder import Decoder
 from perilune.models.logprobs import log_distribution
 from perilune.models.memory import DISTILLATION_ROW
 
@@ -246,6 +247,30 @@ def test_teacher_scores_tokens_after_its_own_prompt() -> None:
     with_system = dataclasses.replace(one, prompt_ids=np.array([9, 1, 2], np.int32))
     expected = (plain_logprobs(student, one) - plain_logprobs(teacher, with_system)).mean().item()
     assert found["reverse_kl"] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["reverse_kl", "reverse_topk", "forward_topk", "gkd"])
+def test_padding_of_either_vocabulary_changes_nothing(kind: str) -> None:
+    """Qwen2.5 models of 0.5B and 7B parameters have 151,936 and 152,064 rows for the same tokens."""
+    one, loss = episode(0.0, prompt=(1, 2), tokens=(3, 4, 5)), Distillation(kind, k=3)
+
+    def step(student: Decoder, teacher: Decoder) -> dict[str, float]:
+        return distill(Learner(student), teacher, split_chunks([one], [[1, 2]], 100), loss, 3)
+
+    expected = step(small_decoder(1), small_decoder(2))
+    assert step(small_decoder(1), padded(small_decoder(2))) == pytest.approx(expected, rel=1e-5)
+    assert step(padded(small_decoder(1)), small_decoder(2)) == pytest.approx(expected, rel=1e-5)
+
+
+def padded(decoder: Decoder) -> Decoder:
+    """The decoder with two more rows in its vocabulary."""
+    wider = Decoder(decoder.config.replace(vocab_size=VOCABULARY + 2))
+    wider.initialize(5)
+    with torch.no_grad():
+        for name, parameter in wider.named_parameters():
+            source = decoder.get_parameter(name)
+            parameter[: len(source)] = source
+    return wider
 
 
 def test_temperature_applies_to_student_and_teacher() -> None:

@@ -115,13 +115,15 @@ def distill(
     """
     parts = list(parts)
     by_episodes = {part.student.episode_ids: part for part in parts}
+    # Models of a family may pad the same vocabulary to different sizes.
+    size = min(teacher.config.vocab_size, learner.decoder.config.vocab_size)
 
     def of_rows(
         hidden: Tensor, states: Tensor, targets: Tensor, old_logprobs: Tensor, advantages: Tensor
     ) -> tuple[Tensor, ...]:
         with torch.no_grad():
-            q = log_distribution(teacher.logits(states), loss.temperature)
-        p = log_distribution(learner.trained.logits(hidden), loss.temperature)
+            q = log_distribution(teacher.logits(states)[:, :size], loss.temperature)
+        p = log_distribution(learner.trained.logits(hidden)[:, :size], loss.temperature)
         losses = token_losses(p, q, targets, old_logprobs, advantages, loss)
         with torch.no_grad():  # last, so that the recomputation in the backward pass ends before it
             figures = diagnostics(p.detach(), q, targets, loss.k)
