@@ -257,6 +257,13 @@ def test_requirements_are_installed_in_a_separate_environment(control: Control, 
     assert "six==1.17.0" in report["packages"] and len(report["record_digests"]["six"]) == 64
 
 
+def test_outputs_outside_the_folder_of_the_program_are_refused() -> None:
+    for pattern in ("/etc/*", "../*", "made/../../*", ""):
+        with pytest.raises(ValueError, match="is not below the program's folder"):
+            BlackBoxSpec(source=".", command=("python",), outputs=(pattern,))
+    BlackBoxSpec(source=".", command=("python",), outputs=("made/**/*.txt",))
+
+
 def test_unknown_command_placeholder_is_refused() -> None:
     with pytest.raises(ValueError, match="is none of"):
         BlackBoxSpec(source=".", command=("python", "{sed}"))

@@ -68,6 +68,15 @@ class BlackBoxSpec(Frozen):
     )
     metrics: str | None = Field(None, description="JSON Lines among the outputs with `step` and figures")
 
+    @field_validator("outputs")
+    @classmethod
+    def _check_patterns(cls, outputs: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in outputs:
+            parts = Path(pattern).parts
+            if not parts or Path(pattern).is_absolute() or ".." in parts:
+                raise ValueError(f"'{pattern}' is not below the program's folder")
+        return outputs
+
     @field_validator("command")
     @classmethod
     def _check_placeholders(cls, command: tuple[str, ...]) -> tuple[str, ...]:
