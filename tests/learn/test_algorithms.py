@@ -323,7 +323,7 @@ def test_ppo_groups_are_dead_if_all_rewards_of_the_batch_are_equal() -> None:
         weighted = algorithm("ppo").weight_groups(
             groups, StepContext(max_tokens=8, signals={"values": values})
         )
-        assert all(group.has_weights for group in weighted)  # the critic learns from them
+        assert weighted[0].has_weights  # the critic learns from them
         return [group.dead for group in weighted]
 
     def one(reward: float | None, name: str, **fields: Any) -> Episode:

@@ -56,7 +56,7 @@ class PPO(ClippedPolicyGradient):
             earned, after = token_rewards(e, e.reward or 0.0), context.value_after(e)
             raw.append(generalized_advantages(earned, v, m, gamma=self.gamma, lam=self.lam, after=after))
         advantages = whitened(raw, masks)
-        batch = np.concatenate(scores)
+        batch = np.concatenate([np.empty(0), *scores])
         dead = (
             is_dead(batch)
             and np.isfinite(batch).sum() > 1
