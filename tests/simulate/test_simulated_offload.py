@@ -61,6 +61,12 @@ def test_simulated_engine_offloads_the_blocks_of_the_real_engine(config: Decoder
     assert real.offloaded.loaded_from_memory > 50
 
 
+def test_simulated_store_opens_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: pytest.fail("it opens a file"))
+    clock = SimulatedEngine(SimulatedModel.from_config(FULL), COST, **SIZE).clock
+    SimulatedOffloadStore(OffloadSettings(0, 1 << 30), OffloadTimes([1], 1.0, 1.0), clock)
+
+
 def test_copies_take_the_time_of_their_bytes() -> None:
     engine = SimulatedEngine(SimulatedModel.from_config(FULL), COST, **SIZE)
     store = SimulatedOffloadStore(OffloadSettings(3000, 9000), OffloadTimes([1000], 1e3, 1e2), engine.clock)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,7 +98,7 @@ class OffloadStore:
         self._stored: dict[Key, StoredBlock] = {}  # in memory and on disk, the least recently used first
         self._in_memory: dict[Key, None] = {}
         self.memory_bytes = self.disk_bytes = 0
-        self._file = tempfile.TemporaryFile(dir=settings.folder) if settings.disk else None  # noqa: SIM115
+        self._file = self._open_file() if settings.disk else None
         self._free_offsets: dict[int, list[int]] = {}  # by size
         self._file_end = 0
         self._refusals = 0
@@ -226,6 +227,9 @@ class OffloadStore:
         intact = content.nbytes == stored.size and zlib.crc32(content.data) == stored.checksum
         return content if intact else None
 
+    def _open_file(self) -> BinaryIO | None:
+        return tempfile.TemporaryFile(dir=self.settings.folder)
+
     def _write_to_file(self, stored: StoredBlock, offset: int) -> int:
         """Write the bytes of a block in memory, and return how many were written."""
         assert self._file is not None and stored.content is not None
@@ -258,7 +262,7 @@ class OffloadStore:
 
     def _allocate_offset(self, size: int) -> int | None:
         """Return the offset at which a block of `size` bytes can be written, or None."""
-        if self._file is None or self.disk_failure or size > self.settings.disk:
+        if self.disk_failure or size > self.settings.disk:
             return None
         offsets = self._free_offsets.setdefault(size, [])
         if not offsets and self._file_end + size <= self.settings.disk:

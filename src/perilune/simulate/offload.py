@@ -74,6 +74,9 @@ class SimulatedOffloadStore(OffloadStore):
             self._clock.now += stored.size / self._times.disk
         return _NO_BYTES
 
+    def _open_file(self) -> None:
+        """There are no bytes to write."""
+
     def _write_to_file(self, stored: StoredBlock, offset: int) -> int:
         self._clock.now += stored.size / self._times.disk
         return stored.size
