@@ -67,5 +67,11 @@ def test_simulation_page_renders_in_browser(
     assert tab.locator(".chart svg").count() == len(titles)
     tab.set_viewport_size({"width": 390, "height": 800})
     assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+    if name == "run":  # steps take less than a second, after a start of 60 s
+        texts = tab.locator(".chart").nth(1).locator("svg text").all_text_contents()
+        ticks = [text for text in texts if text[0].isdigit() and "idle" not in text]
+        assert len(ticks) == len(set(ticks)) > 1 and "0" in ticks
+        row = tab.locator("#predictions tbody tr").first.bounding_box()
+        assert row is not None and row["height"] < 110
     tab.close()
     assert wrong == []

@@ -1,6 +1,7 @@
 """The pages of simulated runs and fleets: a table of predictions, and charts."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ SHOWN_STEPS = 8  # training steps in a timeline
 SHOWN_PARTS = 60  # equal parts of a trace, or quantiles of a distribution, in a chart
 COLORS = {"sample": 1, "learn": 2, "score": 3, "record": 4, "evaluate": 5}
 QUANTILES = ((50, "median"), (99, "P99"))
+KINDS = {"setting": "text", "idle": "text wide", "value": "text"}  # of columns; others are numbers
 
 
 def render_simulation(
@@ -28,7 +30,7 @@ def render_simulation(
     notes: Sequence[str] = (),
 ) -> str:
     """Return a self-contained page; the first column has the names of the rows."""
-    kinds = ["header", *["text"] * (len(columns) - 1)]
+    kinds = ["header", *(KINDS.get(column, "") for column in columns[1:])]
     document = {
         "title": title,
         "lead": lead,
@@ -69,6 +71,8 @@ def _timeline(name: str, result: RunResult) -> Figure:
     ends = [span.end for span in result.spans if span.name == "learn"]
     end = ends[min(SHOWN_STEPS, len(ends)) - 1]
     spans = [span for span in result.spans if span.begin < end]
+    begin = min(span.begin for span in spans)
+    spans = [replace(span, begin=span.begin - begin, end=span.end - begin) for span in spans]
     kinds = {span.name for span in spans}
     return {
         "kind": "rows",
@@ -76,7 +80,7 @@ def _timeline(name: str, result: RunResult) -> Figure:
         "title": f"{name}: the first {min(SHOWN_STEPS, len(ends))} of {len(ends)} steps",
         "note": "A gap means that the process waits. The percentage is its idle time in the whole stage.",
         "legend": [{"name": kind, "color": color} for kind, color in COLORS.items() if kind in kinds],
-        "x": {"as": "clock", "domain": [min(span.begin for span in spans), end], "label": "time"},
+        "x": {"as": "short", "domain": [0.0, end - begin], "label": "seconds after the first work"},
         "rows": [
             _timeline_row(process, idle, [span for span in spans if span.process == process])
             for process, idle in result.idle_shares().items()
