@@ -1,6 +1,7 @@
 """Measure routing replay (R3): sampler-learner gap, training with and without it, and transfer of routes.
 
     python benchmarks/routing_replay.py [--seeds 0 1 2] [--steps 40]
+    python benchmarks/routing_replay.py --transport   # only the last part, into an existing result
 
 For each seed a small Qwen3-MoE is trained on worked additions. On a CPU, sampler and learner agree to the bit
 in float32, so the gap is made on purpose: the engine rounds its weights to bfloat16 or int8, or the learner
@@ -17,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -59,9 +60,12 @@ LR = 3e-4
 HELD_OUT, ANSWERS = 256, 4
 KINDS = ("bfloat16", "int8")
 LAYERS, EXPERTS, PER_TOKEN = 48, 128, 8  # of Qwen3-30B-A3B
+RECEIVING = "Receiving a group"  # begins the finding
 GROUP = 16  # episodes of a transferred group
 SIZES = (16_000, 160_000, 1_600_000)  # tokens of a group
-REPEATS = 15
+REPEATS, PICKLE_REPEATS = 201, 3
+WARMUP = 10  # repeats that are left out
+TRANSPORT = "receiving a group in the learner's process"
 
 Groups = list[list[Episode]]
 
@@ -112,9 +116,13 @@ class Sampler:
 def main() -> None:
     parser = options(__doc__, "routing_replay")
     parser.add_argument("--steps", type=int, default=40, help="of training")
+    parser.add_argument("--transport", action="store_true", help="measure only the transfer of routes")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     began = time.monotonic()
+    if arguments.transport:
+        replace_transport(arguments.out)
+        return
     transport = measure_transport()
     gaps, climbs = [], []
     for seed in arguments.seeds:
@@ -132,7 +140,7 @@ def main() -> None:
         "gap between sampler and learner": gaps,
         "training runs": [climb_row(kind, climbs) for kind in KINDS],
         "comparison of pass@1": comparisons,
-        "receiving a group in the learner's process": transport,
+        TRANSPORT: transport,
     }
     setting = {"steps": arguments.steps, "updates per step": UPDATES, "learning rate": LR}
     write(
@@ -309,30 +317,47 @@ def compare_climbs(climbs: Sequence[dict[str, Any]]) -> tuple[list[str], list[di
 # -- the transport ------------------------------------------------------------------------------------------
 
 
+def replace_transport(path: Path) -> None:
+    """Measure the transport again, and replace its rows and its finding in a result."""
+    result, rows = json.loads(path.read_text(encoding="utf-8")), measure_transport()
+    findings = [text for text in result["findings"] if not text.startswith(RECEIVING)]
+    write(path, result | {"findings": [*findings, *describe_transport(rows)], TRANSPORT: rows})
+
+
 def measure_transport() -> list[dict[str, Any]]:
     """CPU milliseconds to receive a group with and without routes, and its bytes, for each size."""
-    rows = []
-    for size in SIZES:
-        plain = synthetic_group(size // GROUP)
-        with tempfile.TemporaryDirectory(prefix="perilune-routing-") as folder:
-            without, path = Path(folder) / "without.arrow", Path(folder) / "with.arrow"
-            without.write_bytes(episodes_to_bytes(plain))
+    with tempfile.TemporaryDirectory(prefix="perilune-routing-") as folder:
+        rows, works = [], dict[tuple[int, str], Callable[[], object]]()
+        for size in SIZES:
+            plain = synthetic_group(size // GROUP)
             routed = [with_routes(episode) for episode in plain]
-            path.write_bytes(episodes_to_bytes(routed))
-            payload = path.stat().st_size
+            sizes = []
+            for name, episodes in (("with", routed), ("without", plain)):
+                path = Path(folder) / f"{size}-{name}.arrow"
+                path.write_bytes(episodes_to_bytes(episodes))
+                works[size, name] = partial(receive, path)
+                sizes.append(path.stat().st_size)
+            pickled = {"": partial(pickle.loads, pickle.dumps(routed))}
             rows.append(
                 {
                     "tokens": size,
-                    "with routes (ms)": milliseconds(partial(receive, path)),
-                    "without routes (ms)": milliseconds(partial(receive, without)),
-                    "as a pickle (ms)": milliseconds(partial(pickle.loads, pickle.dumps(routed))),
-                    "payload (MB)": payload / 1e6,
-                    "share of routes": 1 - without.stat().st_size / payload,
+                    "as a pickle (ms)": milliseconds(pickled, PICKLE_REPEATS)[""],
+                    "payload (MB)": sizes[0] / 1e6,
+                    "share of routes": 1 - sizes[1] / sizes[0],
                 }
             )
-        del routed, plain
+            del pickled, routed, plain
         gc.collect()
-    return rows
+        times = milliseconds(works, REPEATS)
+    return [
+        {
+            "tokens": row["tokens"],
+            "with routes (ms)": times[row["tokens"], "with"],
+            "without routes (ms)": times[row["tokens"], "without"],
+        }
+        | row
+        for row in rows
+    ]
 
 
 def receive(path: Path) -> None:
@@ -343,14 +368,18 @@ def receive(path: Path) -> None:
             assert episode.routed_experts is None or len(episode.routed_experts)
 
 
-def milliseconds(work: Callable[[], object]) -> float:
-    """Median CPU milliseconds of `work` in this process."""
-    times = []
-    for _ in range(REPEATS):
-        began = time.process_time()
-        work()
-        times.append(time.process_time() - began)
-    return 1000 * statistics.median(times)
+def milliseconds(works: Mapping[Any, Callable[[], object]], repeats: int) -> dict[Any, float]:
+    """Median CPU milliseconds of each work, in turns, so that drift of the machine affects all alike."""
+    times: dict[Any, list[float]] = {name: [] for name in works}
+    gc.disable()  # a collection visits all objects of the process, whatever the work
+    for repeat in range(repeats):
+        for name, work in works.items():
+            began = time.process_time()
+            work()
+            if repeat >= min(WARMUP, repeats - 1):
+                times[name].append(time.process_time() - began)
+    gc.enable()
+    return {name: 1000 * statistics.median(values) for name, values in times.items()}
 
 
 def synthetic_group(tokens: int) -> list[Episode]:
@@ -377,7 +406,7 @@ def describe_transport(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     extra = max(abs(row["with routes (ms)"] - row["without routes (ms)"]) for row in rows)
     first, last = rows[0], rows[-1]
     yield (
-        f"Receiving a group takes {first['with routes (ms)']:.2f} ms of CPU at 16k tokens and"
+        f"{RECEIVING} takes {first['with routes (ms)']:.2f} ms of CPU at 16k tokens and"
         f" {last['with routes (ms)']:.2f} ms at 1.6M. Routes change this by at most {extra:.2f} ms at any"
         f" size, although they are {first['share of routes']:.1%} of the payload. As a pickle, the group of"
         f" 1.6M tokens takes {last['as a pickle (ms)']:.0f} ms."

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 from perilune.data.arrow import to_number_arrays, to_table
 from perilune.data.episode import Episode
-from perilune.data.episodes_file import episodes_to_bytes, read_episodes, read_scores, write_episodes
+from perilune.data.episodes_file import (
+    episodes_from_bytes,
+    episodes_to_bytes,
+    map_episodes,
+    read_episodes,
+    read_scores,
+    write_episodes,
+)
 from perilune.errors import RequestError
 
 
@@ -125,6 +132,17 @@ def test_to_table_matches_pyarrow_from_pylist():
         assert [None if array is None else array.tolist() for array in arrays] == made[name].to_pylist()[1:]
     with pytest.raises(OverflowError, match="int32"):
         to_table([{"wide": np.array([2**31])}], pa.schema([("wide", pa.list_(pa.int32()))]))
+
+
+def test_stream_has_bytes_for_masks_and_restores_them(tmp_path):
+    stream = episodes_to_bytes(EPISODES)
+    schema = pa.ipc.open_stream(stream).schema
+    assert schema.field("loss_mask").type == pa.list_(pa.uint8())  # bits would be unpacked for each token
+    (tmp_path / "stream").write_bytes(stream)
+    for read in (map_episodes(tmp_path / "stream"), episodes_from_bytes(stream)):
+        assert [episode.loss_mask.tolist() for episode in read] == [e.loss_mask.tolist() for e in EPISODES]
+        assert {episode.loss_mask.dtype for episode in read} == {np.dtype(np.bool_)}
+    assert episodes_from_bytes(episodes_to_bytes([])) == []
 
 
 def test_episodes_file_does_not_import_pandas(tmp_path):

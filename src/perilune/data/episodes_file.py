@@ -110,6 +110,9 @@ def episodes_to_bytes(episodes: Iterable[Episode]) -> bytes:
         ValueError: as `write_episodes`.
     """
     table = _to_table([_to_row(episode) for episode in episodes])
+    # As bytes, because a reader would have to unpack bits, which takes time for each token.
+    mask = table["loss_mask"].cast(pa.list_(pa.uint8()))
+    table = table.set_column(table.column_names.index("loss_mask"), "loss_mask", mask)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table)
@@ -248,7 +251,7 @@ def _to_episode(row: dict[str, Any]) -> Episode:
     if experts is not None:
         experts = experts.astype(row["routed_experts_dtype"], copy=False).reshape(row["routed_experts_shape"])
     fields = {name: value for name, value in row.items() if name in Episode.__slots__}
-    fields |= {name: np.asarray(row[name], dtype) for name, dtype in _ARRAYS.items()}
+    fields |= {name: row[name].view(dtype) for name, dtype in _ARRAYS.items()}
     fields |= {name: dict(row[name]) for name in ("reward_terms", "metrics")}
     fields |= {
         "messages": tuple(row["messages"]),
