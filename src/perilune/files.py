@@ -130,9 +130,12 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
     Raises:
         IsADirectoryError: when the path is a directory.
+        FileExistsError: when it is a device, pipe or socket, which the rename would remove.
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.exists() and not path.is_file():
+        raise FileExistsError(errno.EEXIST, "not a regular file", str(path))
     payload = data.encode() if isinstance(data, str) else data
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")

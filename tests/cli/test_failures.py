@@ -18,6 +18,7 @@ from perilune.cli.failures import report_failure
 from perilune.cli.main import main
 from perilune.cli.output import print_json
 from perilune.errors import RequestError, WorkFailedError
+from perilune.files import write_atomic
 
 
 @pytest.mark.parametrize(
@@ -195,3 +196,11 @@ def test_command_runs_with_closed_standard_streams(tmp_path: Path) -> None:
     command = ["sh", "-c", 'exec "$0" templates list <&- >&-', script]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_written_file_does_not_replace_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(FileExistsError, match="not a regular file"):
+        write_atomic(pipe, "text")
+    assert pipe.is_fifo()
