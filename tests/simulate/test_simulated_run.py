@@ -18,7 +18,7 @@ from perilune.metrics.training import STEP_PARTS
 from perilune.simulate.asynchronous import simulate_run
 from perilune.simulate.calibrate import fit_training
 from perilune.simulate.engine import SimulatedEngine, SimulatedModel
-from perilune.simulate.episodes import AssumedLengths, RecordedLengths
+from perilune.simulate.episodes import AssumedLengths, GroupShape, RecordedLengths
 from perilune.simulate.hardware import CARDS, ComputedSteps, parse_machines
 from perilune.simulate.run import EnvironmentTimes, RunPlan, Scenario
 from perilune.simulate.step_cost import FEATURE_NAMES, StepCost, StepWork
@@ -171,6 +171,16 @@ def test_recorded_groups_are_reused_or_drawn_from_nearby_steps(tmp_path: Path) -
     assert RecordedLengths.from_folder(tmp_path / "empty", 0, "none") is None
 
 
+def test_steps_without_episodes_borrow_those_of_other_steps(tmp_path: Path) -> None:
+    write_episodes(tmp_path / "step-000001.parquet", [])
+    assert RecordedLengths.from_folder(tmp_path, 0, "nothing sampled") is None
+    for step in range(2, 7):
+        write_episodes(tmp_path / f"step-{step:06d}.parquet", [])
+    write_episodes(tmp_path / "step-000007.parquet", [recorded(7, task) for task in range(4)])
+    lengths = RecordedLengths.from_folder(tmp_path, 0, "recorded")
+    assert lengths is not None and len(lengths.groups(1, 3, 2)) == 3
+
+
 def test_recorded_waits_are_reproduced(tmp_path: Path) -> None:
     for step in range(1, 7):
         write_episodes(tmp_path / f"step-{step:06d}.parquet", [recorded(step, task) for task in range(4)])
@@ -181,6 +191,12 @@ def test_recorded_waits_are_reproduced(tmp_path: Path) -> None:
         plan = replace(PLAN, prompts=2, samples=2)
         results[metric] = simulate_run(replace(scenario(plan), lengths=lengths)).seconds
     assert results["wait"] - results[""] == pytest.approx(6 * 4 * 0.5)  # sequential waits
+    odd = [
+        replace(recorded(1, task), metrics={"wait": seconds})
+        for task, seconds in enumerate((2.0, float("nan"), float("inf"), -1.0))
+    ]
+    waits = [GroupShape.from_episodes(odd[begin : begin + 2], "wait").waits for begin in (0, 2)]
+    assert waits == [(2.0, 0.0), (0.0, 0.0)]
     with pytest.raises(RequestError, match="has a wait 'waits'"):
         RecordedLengths.from_folder(tmp_path, 0, "recorded", "waits")
 
@@ -214,7 +230,9 @@ def test_machine_descriptions_are_parsed_or_refused() -> None:
         4,
         20.0,
     )
-    for text, problem in (("H100", "does not describe"), ("2xH900", "H900"), ("3xH100/2", "divided")):
+    malformed = ("H100", "0xH100", "1xH100/0", "1xH100@-1", f"{'9' * 5000}xH100", f"1xH100@{'9' * 400}", "")
+    refusals = [(text, "does not describe") for text in malformed]
+    for text, problem in (*refusals, ("2xH900", "H900"), ("3xH100/2", "divided"), ("1xH100/2", "divided")):
         with pytest.raises(RequestError, match=problem):
             parse_machines(text)
 
@@ -229,9 +247,13 @@ def test_computed_step_takes_the_maximum_of_memory_and_compute_time() -> None:
     assert steps.step_seconds(StepWork(1, 1.0)) == pytest.approx(1e-3 + weights, rel=1e-2)
     many = 2 * model.parameters * 1e6 / (0.5 * card.flops)
     assert steps.step_seconds(StepWork(0, 0.0, 0.0, 1, 1_000_000)) == pytest.approx(1e-3 + many, rel=1e-2)
-    assert (
-        ComputedSteps(parse_machines("4xH100/4"), model).step_seconds(StepWork(0, 0.0, 0.0, 1, 1_000_000))
-        < 0.6 * many
+    shared = ComputedSteps(parse_machines("4xH100/4"), model)
+    layers = len(model.layers)
+    # In a ring, each card sends 2 * 3/4 of the states, twice for each layer, at half of NVLink's 900 GB/s.
+    sent = 2 * layers * 1.5 * 2 * model.hidden_size / 450e9
+    exchanged = 2 * layers * 1e-5 + 1e6 * sent
+    assert shared.step_seconds(StepWork(0, 0.0, 0.0, 1, 1_000_000)) == pytest.approx(
+        1e-3 + many / 4 + exchanged, rel=1e-2
     )
 
 
@@ -243,6 +265,12 @@ def test_stale_calibration_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     for machine, model in (("there", "model"), ("here", "other")):
         with pytest.raises(RequestError, match="has not been calibrated"):
             load_coefficients(tmp_path, machine, model)
+    before = engine_digest()
+    engine_digest.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr("perilune.simulate.times.version", lambda name: f"9.9 of {name}")
+        assert engine_digest() != before
+    engine_digest.cache_clear()
     monkeypatch.setattr("perilune.simulate.times.engine_digest", lambda: "changed")
     with pytest.raises(RequestError, match="another version of the engine"):
         load_coefficients(tmp_path, "here", "model")
@@ -299,5 +327,7 @@ def test_simulate_compares_settings_on_other_machines(recipe: str, tmp_path: Pat
     assert first["cost"] == pytest.approx(first["seconds"] * 2 * 3 / 3600)
     assert "not measured" in document["machines"]
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    refused = CliRunner().invoke(app, [*words, "--set", "rl.steps=10000000"])
+    assert isinstance(refused.exception, RequestError) and "too many" in str(refused.exception)
     refused = CliRunner().invoke(app, [*words[:3], "1xH100", "--staleness", "1"])
     assert "need 2 copies of the model" in str(refused.exception)

@@ -87,8 +87,12 @@ def test_autoscaler_follows_the_request_rate_and_saves_cost() -> None:
     paid, saved = (summarize_fleet(fleet, machines, **limits) for fleet in (always, scaling))
     assert saved["requests"] == paid["requests"] and saved["cost"] < 0.8 * paid["cost"]
     assert saved["replicas_mean"] < 4 and saved["latency_mean"] >= paid["latency_mean"]
-    with pytest.raises(RequestError, match="does not describe an autoscaler"):
-        Autoscaling.parse("0:1:5")
+    for text in ("0:1:5", "1:inf:5", "1:1:inf", "1:1"):
+        with pytest.raises(RequestError, match="does not describe an autoscaler"):
+            Autoscaling.parse(text)
+    assert assign_replicas(Autoscaling.parse("1:1e-320:5"), [0.0], max_replicas=8).last == 8
+    with pytest.raises(RequestError, match="the machines hold 4"):
+        serve(Replica(machines, MODEL), arrivals, autoscaling=Autoscaling.parse("5:1:5"))
     with pytest.raises(RequestError, match="cannot divide replicas"):
         serve(Replica(machines, MODEL), arrivals, prefill=1, autoscaling=settings)
 
@@ -103,6 +107,14 @@ def test_autoscaler_releases_replicas_during_a_gap_in_arrivals() -> None:
     gap = scaled.seconds - before.seconds
     # After the last arrival at 119.75 s, a replica more than the first is held for 60 s plus 15, 30 or 45 s.
     assert gap == pytest.approx(10_000 - 119.75 + 3 * 60 + 15 + 30 + 45, abs=1)
+
+
+def test_hits_of_disaggregated_prefill_count_each_prompt_once() -> None:
+    arrivals = [Arrival(number, 10.0 * number, 1100, 4, (7, 8)) for number in range(3)]
+    counts = [serve(Replica(parse_machines("2xL4"), MODEL), arrivals, prefill=1).counts]
+    counts.append(serve(Replica(ONE, MODEL), arrivals).counts)
+    assert counts[0]["cached"] == counts[1]["cached"] == 2 * 1024
+    assert counts[0]["computed"] == counts[1]["computed"] == 3 * 1100 - 2 * 1024
 
 
 def test_figures_report_latency_goodput_and_cost() -> None:
@@ -121,21 +133,40 @@ def replace_served(fleet, served):  # type: ignore[no-untyped-def]
     return fleet
 
 
+BAD_TIMES = ("NaN", "Infinity", "1e300", "-1", "null", "true", '"1"')
+BAD_LENGTHS = ("0", "1e999", "5.7", "true", '"5"', "[]")
+BAD_HASHES = ("[-1]", "null", '"12"', '{"1": 2}', "[1.5]", "[[]]")
+
+
+def test_trace_begins_with_its_first_request(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines = [f'{{"timestamp": {1764e9 + late}, "input_length": 4, "output_length": 2}}' for late in (250, 0)]
+    path.write_text("\n\n".join(lines) + "\n\n")  # with empty lines
+    assert [(arrival.number, arrival.time) for arrival in read_requests(path)] == [(3, 0.0), (1, 0.25)]
+
+
 def test_invalid_trace_error_names_the_line(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     good = '{"timestamp": 500, "input_length": 4, "output_length": 2, "hash_ids": [1]}\n'
     path.write_text(good)
-    assert read_requests(path) == [Arrival(1, 0.5, 4, 2, (1,))]
+    assert read_requests(path) == [Arrival(1, 0.0, 4, 2, (1,))]
     bad_lines = [
-        *("[]", "{", '{"timestamp": 1, "input_length": 0, "output_length": 2}', '{"timestamp": 1}'),
-        *(f'{{"timestamp": {time}, "input_length": 4, "output_length": 2}}' for time in ("NaN", "Infinity")),
-        '{"timestamp": 1, "input_length": 1e999, "output_length": 2}',
+        *("[]", "{", "[" * 100_000, '{"timestamp": 1}'),
+        *(f'{{"timestamp": {time}, "input_length": 4, "output_length": 2}}' for time in BAD_TIMES),
+        *(f'{{"timestamp": 1, "input_length": {length}, "output_length": 2}}' for length in BAD_LENGTHS),
+        *(
+            f'{{"timestamp": 1, "input_length": 4, "output_length": 2, "hash_ids": {hashes}}}'
+            for hashes in BAD_HASHES
+        ),
     ]
     for bad in bad_lines:
         path.write_text(good + bad + "\n")
         with pytest.raises(RequestError, match="not a request") as refused:
             read_requests(path)
         assert refused.value.where == f"{path}:2"
+
+
+BAD_ARRIVALS = ("9", "inf:1:9:9", "nan:1:9:9", "1:1:nan:9", "1:1:9:1e30", "1e9:1e9:9:9", "1e-300:1:9:9")
 
 
 def test_simulate_serving_is_reproducible_and_refuses_too_long_requests(tmp_path: Path) -> None:
@@ -146,6 +177,10 @@ def test_simulate_serving_is_reproducible_and_refuses_too_long_requests(tmp_path
     first, second = (json.loads(CliRunner().invoke(app, poisson).stdout) for _ in range(2))
     assert first.pop("simulated_in") > 0 and second.pop("simulated_in") > 0
     assert first == second and first["requests"] == 30 and "not measured" in first["basis"]
-    for requests, problem in (("poisson:9:1:9000:10", "at most 512 fit"), ("poisson:9", "does not describe")):
+    refusals = [
+        ("poisson:9:1:9000:10", "at most 512 fit"),
+        *((f"poisson:{numbers}", "does not describe") for numbers in BAD_ARRIVALS),
+    ]
+    for requests, problem in refusals:
         refused = CliRunner().invoke(app, [*words, "--requests", requests])
         assert isinstance(refused.exception, RequestError) and problem in str(refused.exception)

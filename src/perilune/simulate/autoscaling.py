@@ -43,7 +43,8 @@ class Autoscaling:
         try:
             min_replicas, rate, startup = text.split(":")
             settings = cls(int(min_replicas), float(rate), float(startup))
-            if settings.min_replicas < 1 or not settings.rate > 0 or not settings.startup >= 0:
+            valid = 0 < settings.rate < math.inf and 0 <= settings.startup < math.inf
+            if settings.min_replicas < 1 or not valid:
                 raise ValueError
         except ValueError:
             raise RequestError(
@@ -78,13 +79,13 @@ def assign_replicas(settings: Autoscaling, times: Sequence[float], max_replicas:
 
     Args:
         times: of the arrivals, ascending.
-        max_replicas: maximum number of replicas at once.
+        max_replicas: maximum number of replicas at once; at least `settings.min_replicas`.
     """
     result, last, numbers, window = ScalingResult(), times[0], count(), settings.window
     in_window = turn = 0
     demand: deque[tuple[float, int]] = deque()  # (time since which no more were required, replicas)
     # The number of each replica, and the time from which it serves.
-    replicas = [(next(numbers), -math.inf) for _ in range(min(settings.min_replicas, max_replicas))]
+    replicas = [(next(numbers), -math.inf) for _ in range(settings.min_replicas)]
     # Each arrival changes the rate twice. Replicas can be released one window after the rate has fallen.
     left = [time + window for time in times]
     changes = (
@@ -96,8 +97,8 @@ def assign_replicas(settings: Autoscaling, times: Sequence[float], max_replicas:
         result.seconds += (now - last) * len(replicas)
         last = now
         in_window += change
-        required = math.ceil(in_window / window / settings.rate)
-        required = min(max_replicas, max(settings.min_replicas, required))
+        required = math.ceil(min(max_replicas, in_window / window / settings.rate))
+        required = max(settings.min_replicas, required)
         since = now
         while demand and demand[-1][1] <= required:
             since, _ = demand.pop()

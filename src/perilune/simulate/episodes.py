@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from perilune.data.episode import Episode
 from perilune.errors import RequestError
+from perilune.files import finite_number
 
 Tokens = NDArray[np.int32]
 NEARBY_STEPS = 2  # recorded steps before and after, from which the groups of a step are drawn
@@ -81,7 +82,8 @@ class GroupShape:
         """
         rewards = {episode.reward for episode in episodes if episode.reward is not None}
         played = [(episode, turns) for episode in episodes if (turns := tuple(_split_turns(episode)))]
-        waits = tuple(episode.metrics.get(wait, 0.0) for episode, _ in played) if wait else ()
+        found = [finite_number(episode.metrics.get(wait)) or 0.0 for episode, _ in played] if wait else []
+        waits = tuple(max(0.0, seconds) for seconds in found)
         return cls(episodes[0].prompt_ids, tuple(turns for _, turns in played), len(rewards) > 1, waits)
 
 
@@ -122,7 +124,7 @@ class RecordedLengths:
 
     @classmethod
     def from_folder(cls, folder: Path, seed: int, basis: str, wait: str = "") -> RecordedLengths | None:
-        """Read the episodes in an attempt's folder; None without any. `wait` as in `from_episodes`.
+        """Read the episodes in a folder; None without a sampled token. `wait` as in `from_episodes`.
 
         Raises:
             RequestError: when no episode waits by the metric `wait`.
@@ -137,7 +139,7 @@ class RecordedLengths:
         if steps and wait and not any(any(group.waits) for groups in steps for group in groups):
             remedy = "perilune data inspect FILE.parquet lists the metrics"
             raise RequestError(f"no episode has a wait '{wait}'", where="--wait-metric", remedy=remedy)
-        return cls(steps, seed, basis) if steps else None
+        return cls(steps, seed, basis) if any(steps) else None
 
     def groups(self, step: int, count: int, samples: int) -> list[GroupShape]:
         index = min(step, len(self._steps)) - 1
@@ -147,7 +149,7 @@ class RecordedLengths:
             group
             for steps in self._steps[max(0, index - NEARBY_STEPS) : index + NEARBY_STEPS + 1]
             for group in steps
-        ]
+        ] or [group for steps in self._steps for group in steps]
         rng = np.random.default_rng((self._seed, step))
         return [
             self._resample(nearby[number], samples, rng) for number in rng.integers(len(nearby), size=count)

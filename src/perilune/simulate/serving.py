@@ -8,21 +8,21 @@ the keys and values to decode replicas.
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perilune.engine.offload import OffloadSettings
 from perilune.errors import RequestError
-from perilune.files import read_regular
+from perilune.files import finite_number, read_regular
 from perilune.models.card.model_card import ModelCard
 from perilune.models.memory import DEFAULT_TOKEN_BUDGET
 from perilune.simulate.autoscaling import Autoscaling, ScalingResult, assign_replicas
@@ -33,6 +33,8 @@ from perilune.simulate.step_cost import StepTimes, StepWork
 
 Tokens = NDArray[np.int32]
 TOKENS_PER_HASH = 512  # tokens of a prompt for each of the trace's `hash_ids`
+MAX_REQUESTS = 10_000_000  # of drawn arrivals
+MAX_SECONDS = 1e10  # timestamps up to the year 2286, with a precision of microseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Arrival:
 
     Attributes:
         number: its position in the trace.
-        time: seconds since the beginning of the trace.
+        time: seconds since the first request of the trace.
         prompt: tokens of its prompt, as many as `hashes` stand for, and unique ones after them.
         output: tokens of its answer.
         hashes: of blocks of `TOKENS_PER_HASH` tokens, for prompts that begin alike.
@@ -75,32 +77,54 @@ def read_requests(path: Path) -> list[Arrival]:
     """
     arrivals = []
     for number, line in enumerate(read_regular(path).splitlines(), 1):
+        if not line.strip():
+            continue
         try:
-            row = json.loads(line)
-            hashes = tuple(int(digest) for digest in row.get("hash_ids", ()))
-            arrival = Arrival(
-                number, row["timestamp"] / 1000, int(row["input_length"]), int(row["output_length"]), hashes
-            )
-            if (
-                min(arrival.prompt, arrival.output) < 1
-                or not 0 <= arrival.time < math.inf
-                or min(hashes, default=0) < 0
-            ):
-                raise ValueError("lengths must be at least 1, times and hashes at least 0")
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+            arrivals.append(_parse_arrival(number, json.loads(line)))
+        except (ValueError, RecursionError) as error:
             raise RequestError(
                 f"not a request: {error}",
                 where=f"{path}:{number}",
                 remedy='a line is like {"timestamp": 27482, "input_length": 6955, "output_length": 52}',
             ) from None
-        arrivals.append(arrival)
     if not arrivals:
         raise RequestError("the file has no requests", where=str(path))
-    return sorted(arrivals, key=lambda arrival: arrival.time)
+    arrivals.sort(key=lambda arrival: arrival.time)
+    return [replace(arrival, time=arrival.time - arrivals[0].time) for arrival in arrivals]
+
+
+def _parse_arrival(number: int, row: Any) -> Arrival:
+    """Return the request of a line of a trace; `number` counts from 1.
+
+    Raises:
+        ValueError: when the line is not a request.
+    """
+    row = row if isinstance(row, dict) else {}
+    milliseconds = finite_number(row.get("timestamp"))
+    if milliseconds is None or not 0 <= milliseconds <= 1000 * MAX_SECONDS:
+        raise ValueError(f"timestamp must be milliseconds from 0 to {1000 * MAX_SECONDS:.0e}")
+    prompt, output, hashes = row.get("input_length"), row.get("output_length"), row.get("hash_ids", [])
+    if not _are_integers([prompt, output], 1):
+        raise ValueError("input_length and output_length must be integers of at least 1")
+    if not isinstance(hashes, list) or not _are_integers(hashes, 0):
+        raise ValueError("hash_ids must be a list of integers of at least 0")
+    return Arrival(number, milliseconds / 1000, prompt, output, tuple(hashes))
+
+
+def _are_integers(values: Sequence[Any], least: int) -> bool:
+    return all(type(value) is int and value >= least for value in values)
 
 
 def poisson_requests(rate: float, seconds: float, prompt: float, output: float, seed: int) -> list[Arrival]:
-    """Draw independent arrivals with lognormal lengths of these means, with sigma 0.5."""
+    """Draw independent arrivals with lognormal lengths of these means, with sigma 0.5.
+
+    Raises:
+        ValueError: for a number outside 1e-6 to 1e9, or more than `MAX_REQUESTS` requests.
+    """
+    if not all(1e-6 <= number <= 1e9 for number in (rate, seconds, prompt, output)):
+        raise ValueError("the numbers must be from 1e-6 to 1e9")
+    if rate * seconds > MAX_REQUESTS:
+        raise ValueError(f"more than {MAX_REQUESTS:,} requests")
     rng = np.random.default_rng(seed)
     times = np.cumsum(rng.exponential(1 / rate, size=max(1, round(rate * seconds))))
     lengths = rng.lognormal(-0.125, 0.5, size=(2, len(times))) * [[prompt], [output]]
@@ -269,6 +293,12 @@ def serve(
             where="--autoscale",
             remedy="remove it, or --prefill",
         )
+    if autoscaling is not None and autoscaling.min_replicas > count:
+        raise RequestError(
+            f"at least {autoscaling.min_replicas} replicas were requested, and the machines hold {count}",
+            where="--autoscale",
+            remedy="name more cards with --machines, or lower LEAST",
+        )
     _check_longest(arrivals, replica)
     if prefill:
         return _serve_disaggregated(replica, arrivals, prefill, jobs)
@@ -302,7 +332,9 @@ def _serve_disaggregated(replica: Replica, arrivals: Sequence[Arrival], prefill:
         if request.arrival.output > 1
     ]
     received.sort(key=lambda request: (request.time, request.arrival.number))
-    fleet.add(_simulate_replicas(replica, _split_round_robin(received, decoding), jobs))
+    decoded = _simulate_replicas(replica, _split_round_robin(received, decoding), jobs)
+    decoded.counts["computed"] = decoded.counts["cached"] = 0  # prompts count where they are computed
+    fleet.add(decoded)
     return fleet
 
 

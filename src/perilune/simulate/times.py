@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -112,7 +113,7 @@ class Calibrated:
     Attributes:
         model: digest of the recipe's model section.
         machine: the processor and the device, in words.
-        engine: digest of the code of engine and learner.
+        engine: digest of the code of engine and learner, and of the version of torch.
         measured: when, in seconds since 1970.
         error: mean relative error of the step times on the steps that they were fitted to.
     """
@@ -132,9 +133,9 @@ def model_digest(section: Mapping[str, Any]) -> str:
 
 @cache
 def engine_digest() -> str:
-    """Return the digest of the code that the coefficients measure."""
+    """Return the digest of the code that the coefficients measure, and of the version of torch."""
 
-    root, digest = Path(str(perilune.__file__)).parent, hashlib.sha256()
+    root, digest = Path(str(perilune.__file__)).parent, hashlib.sha256(version("torch").encode())
     for package in MEASURED_PACKAGES:
         for path in sorted((root / package).rglob("*")):
             if path.suffix in {".py", ".c", ".h"}:
@@ -164,7 +165,7 @@ def load_coefficients(home: Path, machine: str, model: str) -> Calibrated:
         raise RequestError(f"this model has not been calibrated on {machine}", remedy=remedy)
     if calibrated.engine != engine_digest():
         raise RequestError(
-            f"the calibration of this model on {machine} measured another version of the engine",
+            f"the calibration of this model on {machine} measured another version of the engine or of torch",
             where=str(home / COEFFICIENTS_FILE),
             remedy=remedy,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,10 +40,10 @@ def simulate(
         str, typer.Option(metavar="LIST", help="Values to compare: sync,0,1,2. Default: the recipe's.")
     ] = "",
     wait: Annotated[
-        float, typer.Option(min=0, help="Mean seconds that an answer waits for a tool or a judge.")
+        float, typer.Option(min=0, max=1e6, help="Mean seconds that an answer waits for a tool or a judge.")
     ] = 0.0,
     wait_spread: Annotated[
-        float, typer.Option(min=0, help="Sigma of the lognormal distribution of that wait.")
+        float, typer.Option(min=0, max=10, help="Sigma of the lognormal distribution of that wait.")
     ] = 1.0,
     wait_metric: Annotated[
         str, typer.Option(metavar="NAME", help="Use waits from this metric of the recorded episodes.")
@@ -108,7 +109,7 @@ def _settings(text: str) -> tuple[int | None, ...]:
     """Return the settings to compare: None is synchronous."""
     settings: list[int | None] = []
     for word in filter(None, text.split(",")):
-        if word != "sync" and not word.isdigit():
+        if word != "sync" and not re.fullmatch("[0-9]{1,3}", word):
             raise RequestError(
                 f"{word!r} is not a staleness", where="--staleness", remedy="give a list such as sync,0,1,2"
             )

@@ -51,12 +51,18 @@ def simulate_serving(
             "serves after STARTUP seconds. --machines is the maximum.",
         ),
     ] = "",
-    slots: Annotated[int, typer.Option(min=1, help="Maximum requests in flight per replica.")] = 256,
+    slots: Annotated[
+        int, typer.Option(min=1, max=100_000, help="Maximum requests in flight per replica.")
+    ] = 256,
     offload_memory: Annotated[
-        float, typer.Option(min=0, metavar="GIB", help="Host memory per replica for evicted cache blocks.")
+        float,
+        typer.Option(min=0, max=1e6, metavar="GIB", help="Host memory per replica for evicted cache blocks."),
     ] = 0.0,
     offload_disk: Annotated[
-        float, typer.Option(min=0, metavar="GIB", help="Disk per replica for blocks that leave this memory.")
+        float,
+        typer.Option(
+            min=0, max=1e6, metavar="GIB", help="Disk per replica for blocks that leave this memory."
+        ),
     ] = 0.0,
     ttft: Annotated[float, typer.Option(min=0, help="Goodput: limit of seconds to first token.")] = 1.0,
     tpot: Annotated[float, typer.Option(min=0, help="Goodput: limit of seconds per further token.")] = 0.05,
@@ -116,15 +122,13 @@ def _arrivals(text: str, seed: int) -> list[Arrival]:
         return read_requests(Path(text).expanduser())
     try:
         rate, seconds, prompt, output = map(float, text.removeprefix(POISSON_PREFIX).split(":"))
-        if min(rate, seconds, prompt, output) <= 0:
-            raise ValueError
-    except ValueError:
+        return poisson_requests(rate, seconds, prompt, output, seed)
+    except ValueError as error:
         raise RequestError(
-            f"{text!r} does not describe arrivals",
+            f"{text!r} does not describe arrivals: {error}",
             where="--requests",
             remedy="give poisson:RATE:SECONDS:INPUT:OUTPUT, such as poisson:40:60:1000:200",
         ) from None
-    return poisson_requests(rate, seconds, prompt, output, seed)
 
 
 def _offload(memory: float, disk: float) -> OffloadSettings | None:
@@ -140,7 +144,7 @@ def _describe_fleet(found: Mapping[str, Any], replicas: int) -> str:
         if apart
         else "each for prefill and decoding"
     )
-    number = f"{replicas} replicas, {split}"
+    number = f"{replicas} {'replica' if replicas == 1 else 'replicas'}, {split}"
     if "replicas_mean" in found:
         number = f"{found['replicas_mean']:.1f} replicas on average, {found['replicas_peak']} at most"
     return f"{found['machines']}: {number}; {found['basis']}"

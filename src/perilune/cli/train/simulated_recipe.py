@@ -36,6 +36,7 @@ from perilune.tasks.stage.memory_plan import (
     section_config,
 )
 
+MAX_EPISODES = 10_000_000  # of a simulated stage; more take hours
 ASSUMED_LIVE_SHARE = 0.8  # share of groups with a gradient, without any information
 DEFAULT_REWARDS = {VERIFIER_TERM: 1.0}  # `rewards` that change nothing, so there is no gold score to watch
 
@@ -105,6 +106,12 @@ class _Simulator:
         """Simulate a stage with a staleness, None for synchronous; returns its row and its result."""
         job = build_job(self.recipe, stage)
         spec = RLSpec.model_validate(job.spec)
+        if (episodes := spec.steps * spec.prompts * spec.samples) > MAX_EPISODES:
+            raise RequestError(
+                f"{episodes:,} episodes are too many to simulate",
+                where=f"stages.{stage.name}",
+                remedy=f"--set {stage.name}.steps=N; at most {MAX_EPISODES:,} episodes are simulated",
+            )
         asynchronous = None
         if setting is not None:
             settings = spec.asynchronous or AsynchronousSettings()
@@ -186,7 +193,9 @@ class _Simulator:
                 return recorded
             if self.options.episodes is not None:
                 raise RequestError(
-                    "has no step-*.parquet", where=str(folder), remedy="name a run's artifacts/episodes"
+                    "has no step-*.parquet with sampled tokens",
+                    where=str(folder),
+                    remedy="name a run's artifacts/episodes",
                 )
         return self._assume_lengths(stage)
 
