@@ -63,6 +63,7 @@ FORGET_LENGTH = """() => {
   rl.charts = rl.charts.filter((one) => one.key !== "length");
   Course.update("rl");
 }"""
+CURVES = "[...document.querySelectorAll('#curves canvas')].map((one) => one.toDataURL()).join()"
 LAST_STEP = "Data.training.find((one) => one.stage === 'rl').columns.step.at(-1)"
 
 
@@ -81,7 +82,7 @@ def test_live_page_adds_points_and_survives_death_of_the_run(browser: Any, run: 
     page.keyboard.press("Tab")
     page.locator("a.experiment").first.focus()
     page.keyboard.press("Enter")
-    page.wait_for_selector('[data-chart="rl-reward"] path.line')
+    page.wait_for_selector('[data-chart="rl-reward"] canvas')
     assert page.locator("#verdict strong").inner_text() in ("Healthy", "Watch", "Broken")
     until(page, "document.querySelector('.connection').textContent === 'live'")
 
@@ -89,9 +90,11 @@ def test_live_page_adds_points_and_survives_death_of_the_run(browser: Any, run: 
     until(page, f"{LAST_STEP} >= {written}")
     assert time.monotonic() - since < 2
     assert page.locator(".progress").inner_text().startswith("rl")
-    drawn = page.locator('[data-chart="rl-length"] path.line, [data-chart="rl-length"] p').first
-    page.evaluate("window.before = document.getElementById('curves').innerHTML")
-    until(page, "document.getElementById('curves').innerHTML !== window.before")
+    drawn = page.locator('[data-chart="rl-length"] canvas, [data-chart="rl-length"] p').first
+    page.locator('[data-chart="rl-length"]').evaluate("one => one.scrollIntoView()")
+    drawn.wait_for()
+    page.evaluate(f"window.before = {CURVES}")
+    until(page, f"{CURVES} !== window.before")
     assert drawn.count() == 1
     page.evaluate(FORGET_LENGTH)
     assert drawn.count() == 0

@@ -16,9 +16,9 @@ from perilune.metrics.across_seeds import MIN_SEEDS, t_interval
 from perilune.ui.attempt import Attempt, Columns
 from perilune.ui.curves import even_places
 from perilune.ui.overview import format_day
-from perilune.ui.report import render_page
+from perilune.ui.report import CHART_SCRIPTS, render_page
 
-SCRIPTS = ("page.js", "charts.js", "comparison.js")  # in the order of execution
+SCRIPTS = (*CHART_SCRIPTS, "comparison.js")
 MAX_POINTS = 400
 CURVE_TITLES = {
     "reward": "Reward",

@@ -23,9 +23,9 @@ from perilune.ui.embedding import embeddable_json
 from perilune.ui.episodes import RIGHT_REWARD, EpisodeLibrary
 from perilune.ui.view import ExperimentView
 
+CHART_SCRIPTS = ("page.js", "vendor/uPlot.iife.min.js", "charts.js")  # in the order of execution
 SCRIPTS = (
-    "page.js",
-    "charts.js",
+    *CHART_SCRIPTS,
     "verdict.js",
     "tokens.js",
     "groups.js",
@@ -35,8 +35,11 @@ SCRIPTS = (
     "outcome.js",
     "course.js",
     "report.js",
-)  # in the order of execution
+)
 LIVE_SCRIPTS = (*SCRIPTS, "live.js")
+SHARED_SCRIPTS = CHART_SCRIPTS[:2]  # their names are global
+STYLES = ("vendor/uPlot.min.css", "report.css")
+LICENSES = ("vendor/uPlot.LICENSE",)
 
 
 def build_report(experiment: ExperimentView, out: Path) -> Path:
@@ -85,17 +88,18 @@ def render_page(
         live: whether the scripts may ask the server that the page came from.
     """
     assets = files("perilune.ui") / "assets"
-    style = (assets / "report.css").read_text(encoding="utf-8")
+    style = "".join((assets / name).read_text(encoding="utf-8") for name in STYLES)
     scripts = [(assets / name).read_text(encoding="utf-8") for name in names]
     return Template((assets / "report.html").read_text(encoding="utf-8")).substitute(
         title=html.escape(title),
         policy=_security_policy(style, scripts, live),
         style=style,
         data="\n".join([render_data_block("report-data", embeddable_json(to_plain(document))), *blocks]),
-        # All scripts use names of the first; the others are modules, so that their names do not collide.
+        licenses="\n".join((assets / name).read_text(encoding="utf-8") for name in LICENSES),
+        # All use the names of SHARED_SCRIPTS; the others are modules, so that their names do not collide.
         scripts="\n".join(
-            f"<script{' type=module' if index else ''}>{script}</script>"
-            for index, script in enumerate(scripts)
+            f"<script{'' if name in SHARED_SCRIPTS else ' type=module'}>{script}</script>"
+            for name, script in zip(names, scripts, strict=True)
         ),
     )
 

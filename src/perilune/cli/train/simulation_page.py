@@ -10,9 +10,9 @@ from perilune.metrics.training import STEP_PARTS
 from perilune.simulate.run import RunResult, Span
 from perilune.simulate.serving import Served
 from perilune.ui.figures import Figure
-from perilune.ui.report import render_page
+from perilune.ui.report import CHART_SCRIPTS, render_page
 
-SCRIPTS = ("page.js", "charts.js", "simulation.js")
+SCRIPTS = (*CHART_SCRIPTS, "simulation.js")
 SHOWN_STEPS = 8  # training steps in a timeline
 SHOWN_PARTS = 60  # equal parts of a trace, or quantiles of a distribution, in a chart
 COLORS = {"sample": 1, "learn": 2, "score": 3, "record": 4, "evaluate": 5}

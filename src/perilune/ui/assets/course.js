@@ -115,7 +115,6 @@ function update(stage) {
   Charts.refresh(`main-${stage}`);
   if (drawn.get(stage) === shapeOf(training)) return Charts.refresh(`training-${stage}`);
   const old = [...document.querySelectorAll("#curves [data-stage]")].find(one => one.dataset.stage === stage);
-  Charts.forget(`training-${stage}`);
   return old?.replaceWith(block(training));
 }
 
