@@ -27,6 +27,27 @@ def tapes() -> list[Cassette]:
     return calculations(4)
 
 
+SKIPPED = """
+from perilune.environments.core.multi_turn import MultiTurn, ask, end_episode
+from perilune.environments.core.protocol import Task
+
+
+class Skipped(MultiTurn):
+    id, max_turns, cut_off = "skipped", 2, ""
+
+    def __init__(self, spec):
+        pass
+
+    def tasks(self, split, seed):
+        yield Task("0" * 32, ({"role": "user", "content": "go"},), {})
+
+    def play(self, task, rng):
+        first = yield ask()
+        second = yield ask(f"you said {first!r}")
+        yield end_episode(float(first != ""))
+"""
+
+
 def rescore(cassettes: list[Cassette]) -> list[Replay]:
     with Replayer(tokenizer_of) as replayer:
         return replayer.rescore(cassettes)
@@ -60,6 +81,20 @@ def test_cassettes_record_turns_rewards_and_causes(tapes: list[Cassette]) -> Non
 def test_unchanged_replay_has_no_differences(tapes: list[Cassette]) -> None:
     assert not kinds(found(tapes)) and not kinds(found(tapes, rescore))
     assert not kinds(found(tapes[::-1]))
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_rescored_episode_keeps_an_earlier_turn_cut_off(is_cut: bool) -> None:
+    section = {"id": "skipped.py:Skipped", "source": SKIPPED}
+    (task,) = tasks(section, 1)
+    tape = draft(section, task, 0, ["a long move", "b"])
+    first, last = tape.tracks[0].turns
+    turns = (first.model_copy(update={"finished": not is_cut}), last)
+    track = tape.tracks[0].model_copy(update={"turns": turns})
+    (recorded,) = played([tape.model_copy(update={"tracks": (track,)})])
+    assert recorded.tracks[0].verdict.reward == float(not is_cut)
+    (again,) = rescore([recorded])
+    assert again.tracks[0].verdict.reward == float(not is_cut)
 
 
 def test_changed_cassette_shows_differences(tapes: list[Cassette]) -> None:

@@ -240,6 +240,7 @@ def _make_transcript(cassette: Cassette, player: int) -> Transcript:
         tuple(turn.text for turn in earlier),
         session_seed(cassette.sampling.key),
         player,
+        cut_off=tuple(index for index, turn in enumerate(earlier) if not turn.finished),
     )
 
 

@@ -214,8 +214,8 @@ def _send(control: socket.socket, document: Mapping[str, Any]) -> None:
 def _score(environment: Environment, item: Mapping[str, Any]) -> dict[str, Any]:
     try:
         task, transcript = _parse_task(item["task"]), item["transcript"]
-        transcript = Transcript(**{**transcript, "earlier": tuple(transcript["earlier"])})
-        outcome: Any = environment.score(task, transcript)
+        lists = {name: tuple(value) for name, value in transcript.items() if isinstance(value, list)}
+        outcome: Any = environment.score(task, Transcript(**{**transcript, **lists}))
     except BaseException as error:  # a scorer's SystemExit or MemoryError must not end the process
         outcome = Failure("verifier", f"scorer raised {type(error).__name__}: {error}")
     return _encode_outcome(outcome)

@@ -79,8 +79,7 @@ def score_by_replay(environment: Environment, task: Task, transcript: Transcript
         for index, action in enumerate(transcript.actions):
             if session.observation.done:
                 return Failure("verifier", f"the episode was done before action {index + 1}")
-            is_last = index == len(transcript.earlier)
-            totals.add(session.step(action, transcript.finished or not is_last))
+            totals.add(session.step(action, transcript.is_finished(index)))
     except EpisodeFailedError as error:
         return error.failure
     finally:

@@ -145,11 +145,11 @@ class PromptedEnvironment(EnvironmentWrapper):
             return [change(action) for action in transcript.actions]
         session, actions = self._environment.reset(task, transcript.seed), list[str]()
         try:
-            for action in transcript.earlier:
+            for index, action in enumerate(transcript.earlier):
                 due = session.observation.due
                 actions.append(action if due and due[0].agent else change(action))
                 if due:
-                    session.step(actions[-1] if sends_changed else action)
+                    session.step(actions[-1] if sends_changed else action, transcript.is_finished(index))
         finally:
             session.close()
         return [*actions, change(transcript.text)]

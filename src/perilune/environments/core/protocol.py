@@ -127,6 +127,7 @@ class Transcript:
         earlier: all actions before the last one, of all players and sub-agents, in order.
         seed: seed of the session.
         player: index of the player whose score is requested.
+        cut_off: indices of the actions in `earlier` that the token limit cut off.
     """
 
     text: str
@@ -134,11 +135,16 @@ class Transcript:
     earlier: tuple[str, ...] = ()
     seed: int = 0
     player: int = 0
+    cut_off: tuple[int, ...] = ()
 
     @property
     def actions(self) -> tuple[str, ...]:
         """All actions in order."""
         return (*self.earlier, self.text)
+
+    def is_finished(self, index: int) -> bool:
+        """Return False if the token limit cut off the action at this index of `actions`."""
+        return index not in self.cut_off if index < len(self.earlier) else self.finished
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ def replay_agent_conversations(
                 messages = conversations.setdefault(turn.agent, [] if turn.agent else list(task.prompt))
                 messages += [*map(_mask_assistant, turn.messages), _assistant(action)]
             if index < len(transcript.earlier):
-                session.step(action)
+                session.step(action, transcript.is_finished(index))
     finally:
         session.close()
     if "" not in conversations:
