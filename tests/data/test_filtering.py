@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from perilune.cli.data.records import app
 from perilune.data.filtering import FilterSettings, filter_files
 from perilune.data.records import TraceRecord, deduplicate, read_records, write_records
-from perilune.data.similarity import Contamination, minhash_signature
+from perilune.data.similarity import Contamination, minhash_signature, split_words
 from perilune.errors import RequestError
 
 LONG = "The quick brown fox jumps over the lazy dog while seven wizards quietly brew coffee"
@@ -114,6 +114,45 @@ def test_filter_removes_near_duplicates(tmp_path):
     assert reasons == {2: "near duplicate"} and len(kept) == 2
     (tmp_path / "again").mkdir()
     assert len(run_filter(tmp_path / "again", records)[0]) == 3
+
+
+@pytest.mark.parametrize("scores", [(0.0, 1.0), (1.0, 0.0), (0.0, 0.5, 1.0), (0.5, 1.0, 0.0)])
+def test_filter_keeps_the_best_of_near_duplicates(tmp_path, scores):
+    endings = ("4", "5", "6")
+    records = [
+        record(f"{LONG}, so the answer is {ending}", task=ending, score=score)
+        for ending, score in zip(endings, scores, strict=False)
+    ]
+    kept, reasons, report = run_filter(tmp_path, records, near=0.7)
+    assert [row.score for row in kept] == [1.0]
+    best = scores.index(1.0) + 1
+    assert reasons == dict.fromkeys({*range(1, len(scores) + 1)} - {best}, "near duplicate")
+    assert report["rejected"] == {"near duplicate": len(scores) - 1} and report["train"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("3 + 4", "3 + 4"),
+        ("3  -  4", "3 - 4"),
+        ("3-4", "3 - 4"),
+        ("3 × (−4)", "3 * - 4"),
+        ("2**3", "2 ** 3"),
+        ("(x + y)/2 < z", "x + y / 2 < z"),
+        ("the held-out GPT-4 and/or a plan", "the held out gpt 4 and or a plan"),
+        ("apples:\n- 3 red\n* 4 green", "apples 3 red 4 green"),
+        ("in *2023* or **2024**", "in 2023 or 2024"),
+    ],
+)
+def test_words_include_operators_but_no_layout(text, words):
+    assert split_words(text) == words.split()
+
+
+def test_prompts_with_different_operators_are_no_contamination(tmp_path):
+    records = [record("12", prompt="What is 3 * 4?", task="1"), record("7", prompt="What is 3+4", task="2")]
+    evaluation = [record("7", prompt="What is 3 + 4?", task="h")]
+    kept, reasons, _ = run_filter(tmp_path, records, evaluation=evaluation)
+    assert [row.prompt for row in kept] == ["What is 3 * 4?"] and reasons == {2: "contaminated"}
 
 
 def test_filter_removes_contaminated_records(tmp_path):

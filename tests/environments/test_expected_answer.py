@@ -1,7 +1,8 @@
 """The right answers that episodes record, for people who read them."""
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from environment_cases import gym
@@ -50,5 +51,14 @@ def test_expected_answer_of_borrowed_tasks_is_that_of_their_environment(tmp_path
 def test_expected_answer_is_empty_where_the_environment_states_none() -> None:
     environment = make_environment(gym("chain_sum"))
     assert expected_answer(environment, Task("1", (), {"answer": None})) == ""
-    games = make_environment({"id": "wide_lookup"})
-    assert expected_answer(games, first_task(games)) == ""
+    assert expected_answer(cast("Any", SimpleNamespace(max_turns=4)), Task("1", (), {})) == ""
+
+
+@pytest.mark.parametrize("section", [{"id": "planning_repair"}, {"id": "wide_lookup", "keys": [2]}])
+def test_expected_answer_of_several_turns_is_what_gold_does(section: dict[str, Any]) -> None:
+    environment = make_environment(section)
+    task = first_task(environment)
+    assert "answer" not in task.data
+    stated = expected_answer(environment, task)
+    assert stated.splitlines()[-1] == environment.gold(task).text.splitlines()[-1]
+    assert environment.score(task, environment.gold(task)).reward == 1.0

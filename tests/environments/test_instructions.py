@@ -135,6 +135,26 @@ def test_mathematical_letters_count_as_plain_letters() -> None:
     assert check_constraints(asked, bold)["lowercase"] == 0.0 and not satisfies_request(asked, bold)
 
 
+@pytest.mark.parametrize(
+    ("asked", "text", "satisfied"),
+    [
+        (
+            {"keywords": {"first": "garden", "second": "river"}},
+            r"A horse drinks.\nRiver and garden are near.",
+            1,
+        ),
+        ({"forbidden": {"word": "river"}}, r"A horse likes its wide old garden.\nriver", 0),
+        ({"frequency": {"word": "river", "count": 2}}, r"A horse drinks at the river.\n\nRiver.", 1),
+    ],
+)
+def test_escapes_of_json_are_no_parts_of_words(asked: dict, text: str, satisfied: int) -> None:
+    data = {"topic": "horses", "asked": {"json": {}, **asked}, "words": 60, "request": "Write about horses."}
+    answer = f'{{"title": "My animals", "text": "{text}"}}'
+    terms = check_constraints(data, answer)
+    assert terms == {"json": 1.0, **dict.fromkeys(asked, float(satisfied)), "sound": 1.0}
+    assert satisfies_request(data, answer) == bool(satisfied)
+
+
 def test_sentences_are_counted() -> None:
     counted = {"One. Two? Three!": 3, "One... two": 2, "No end": 1, "At 3.5 miles.": 1, "": 0, "...": 0}
     assert {text: count_sentences(text) for text in counted} == counted

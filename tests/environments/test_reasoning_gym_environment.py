@@ -1,6 +1,7 @@
 """The reasoning-gym adapter: tasks, splits, prompts, rewards, strategies and errors."""
 
 import json
+import re
 import time
 from dataclasses import replace
 from itertools import islice
@@ -57,6 +58,27 @@ def test_splits_share_no_question_for_any_seed_and_operand_order(addition):
     train = {operands(task) for seed in (0, 5) for task in take(addition, 6000, "train", seed)}
     assert not heldout & train
     assert len(train) > 10_000
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("gcd", {"max_numbers": 2, "max_value": 40}),
+        ("lcm", {"max_numbers": 2, "max_value": 40}),
+        ("countdown", {"min_numbers": 2, "max_numbers": 2, "max_value": 9, "min_target": 1}),
+    ],
+)
+def test_order_of_numbers_does_not_change_the_split(family, config):
+    def numbers(task):
+        listed, _, target = prompt(task).partition(">")
+        return target, *sorted(re.findall(r"\d+", listed))
+
+    environment = make_environment(gym(family, config=config, prompt="compact"))
+    heldout, train = (
+        {numbers(task) for task in take(environment, count, split)}
+        for split, count in (("heldout", 40), ("train", 500))
+    )
+    assert len(heldout) > 5 and not heldout & train
 
 
 def test_one_tenth_of_tasks_is_held_out(addition):

@@ -56,6 +56,11 @@ def test_read_action_reads_calls_and_answers(compact):
     call = '<tool_call>\n{"name": "read_file", "arguments": {"path": "a"}}\n</tool_call>'
     assert read(call) == Call("read_file", {"path": "a"})
     assert read('<tool_call>{"name": "list_files"}</tool_call>') == Call("list_files", {})
+    data, code = '```json\n{"a": 1}\n```', "```python\nprint(1)\n```"
+    assert read(f"{data}\n{code}") == read(code) and read(f"{data}\n{call}") == read(call)
+    assert read(f"{data} <answer>1</answer>") == Answer("1")
+    assert read(f"```json\n{call}\n```\n{code}") == read(call)
+    assert read(f"```json\nunclosed\n{code}") == read(code)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Filter records: reject broken, poor, duplicate and contaminated ones, with a reason for each.
 
 Two passes over the lines. The first checks each line by itself and against earlier lines. The second writes
-the remaining lines, once the best answers of each task are known. Memory does not grow with the input.
+the remaining lines, once the best of similar answers and of those to each task are known. Memory does not
+grow with the input.
 """
 
 import json
@@ -37,7 +38,10 @@ class FilterSettings(Frozen):
         1, ge=1, description="records per task, those with the best scores; null keeps all"
     )
     near: float | None = Field(
-        None, gt=0, le=1, description="Jaccard similarity from which the later of two texts is a duplicate"
+        None,
+        gt=0,
+        le=1,
+        description="Jaccard similarity from which two texts are duplicates; the better one stays",
     )
     min_characters: int = Field(1, ge=0, description="shortest last answer, in characters")
     max_characters: int | None = Field(None, ge=1, description="longest conversation, in characters")
@@ -149,10 +153,16 @@ class _LineFilter:
         if self._settings.near is not None:
             signature = minhash_signature(f"{record.prompt}\n{record.answer}")
             similar = self._index.find_similar(signature, self._settings.near)
-            if similar is not None:
-                return "near duplicate", f"of line {similar[0] + 1}, similarity about {similar[1]:.2f}"
-            self._index.add_signature(signature, place)
+            if similar and similar[0][2] >= record.score:
+                return _near_duplicate(*similar[0][:2])
+            for worse, similarity, _ in similar:
+                self._index.replace(worse, place, similarity)
+            self._index.add_signature(signature, record.score, place)
         return None
+
+
+def _near_duplicate(place: int, similarity: float) -> tuple[str, str]:
+    return "near duplicate", f"of line {place + 1}, similarity about {similarity:.2f}"
 
 
 def _load_contamination(evaluations: Sequence[Path], ngram: int) -> Contamination | None:
@@ -207,9 +217,13 @@ def _write_best(
     with left.open("rb") as lines:
         for line in lines:
             place, file_number, number, raw = line.rstrip(b"\n").split(b" ", 3)
-            if settings.best is not None and not index.is_kept(int(place)):
-                counts["not best"] += 1
+            reason = None
+            if (replacement := index.find_replacement(int(place))) is not None:
+                reason = _near_duplicate(*replacement)
+            elif settings.best is not None and not index.is_kept(int(place)):
                 reason = ("not best", f"{settings.best} of this task kept")
+            if reason is not None:
+                counts[reason[0]] += 1
                 files["rejected.jsonl"].write(
                     _rejected_row(records_file(inputs[int(file_number)]), int(number), reason, raw)
                 )

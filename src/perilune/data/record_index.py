@@ -13,13 +13,15 @@ from numpy.typing import NDArray
 _SCHEMA = """
     PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA cache_size = -65536; PRAGMA temp_store = FILE;
     CREATE TABLE digests (digest BLOB PRIMARY KEY, place INTEGER) WITHOUT ROWID;
-    CREATE TABLE signatures (place INTEGER PRIMARY KEY, signature BLOB);
+    CREATE TABLE signatures (place INTEGER PRIMARY KEY, signature BLOB, score REAL);
+    CREATE TABLE replaced (place INTEGER PRIMARY KEY, better INTEGER, similarity REAL);
     CREATE TABLE bands (band INTEGER, key BLOB, place INTEGER, PRIMARY KEY (band, key, place)) WITHOUT ROWID;
     CREATE TABLE kept (task BLOB, score REAL, place INTEGER);
 """
 _KEEP_BEST = """
     INSERT INTO chosen SELECT place FROM (
         SELECT place, row_number() OVER (PARTITION BY task ORDER BY score DESC, place) AS rank FROM kept
+        WHERE place NOT IN (SELECT place FROM replaced)
     ) WHERE rank <= ?
 """
 MAX_CANDIDATES = 50  # signatures per band to compare with one text
@@ -55,8 +57,8 @@ class RecordIndex:
         self._connection.execute("INSERT INTO digests VALUES (?, ?)", (digest, place))
         return None
 
-    def find_similar(self, signature: NDArray[np.uint32], threshold: float) -> tuple[int, float] | None:
-        """Place and similarity of the most similar earlier record, or None below `threshold`.
+    def find_similar(self, signature: NDArray[np.uint32], threshold: float) -> list[tuple[int, float, float]]:
+        """Place, similarity and score of earlier records from `threshold`, the best score first.
 
         The share of equal entries of two MinHash signatures estimates the Jaccard similarity of the texts
         (Broder 1997).
@@ -67,21 +69,37 @@ class RecordIndex:
                 "SELECT place FROM bands WHERE band = ? AND key = ? LIMIT ?", (band, key, MAX_CANDIDATES)
             )
             candidates |= dict.fromkeys(place for (place,) in rows)
-        best: tuple[int, float] | None = None
+        similar = []
         for place in candidates:
-            (raw,) = self._connection.execute(
-                "SELECT signature FROM signatures WHERE place = ?", (place,)
+            raw, score = self._connection.execute(
+                "SELECT signature, score FROM signatures WHERE place = ?", (place,)
             ).fetchone()
             share = float(np.mean(np.frombuffer(raw, dtype=np.uint32) == signature))
-            if share >= threshold and (best is None or share > best[1]):
-                best = (place, share)
-        return best
+            if share >= threshold:
+                similar.append((place, share, score))
+        return sorted(similar, key=lambda found: (-found[2], -found[1], found[0]))
 
-    def add_signature(self, signature: NDArray[np.uint32], place: int) -> None:
+    def add_signature(self, signature: NDArray[np.uint32], score: float, place: int) -> None:
         """Add a signature that later records are compared with."""
-        self._connection.execute("INSERT INTO signatures VALUES (?, ?)", (place, signature.tobytes()))
+        row = (place, signature.tobytes(), score)
+        self._connection.execute("INSERT INTO signatures VALUES (?, ?, ?)", row)
         rows = [(band, key, place) for band, key in enumerate(self._keys(signature))]
         self._connection.executemany("INSERT OR IGNORE INTO bands VALUES (?, ?, ?)", rows)
+
+    def replace(self, place: int, better: int, similarity: float) -> None:
+        """Drop the record at `place` for a similar one with a higher score at `better`."""
+        (raw,) = self._connection.execute(
+            "SELECT signature FROM signatures WHERE place = ?", (place,)
+        ).fetchone()
+        rows = [(band, key, place) for band, key in enumerate(self._keys(np.frombuffer(raw, np.uint32)))]
+        self._connection.executemany("DELETE FROM bands WHERE band = ? AND key = ? AND place = ?", rows)
+        self._connection.execute("INSERT INTO replaced VALUES (?, ?, ?)", (place, better, similarity))
+
+    def find_replacement(self, place: int) -> tuple[int, float] | None:
+        """Return place and similarity of the record for which the one at `place` was dropped, or None."""
+        row = self._connection.execute("SELECT better, similarity FROM replaced WHERE place = ?", (place,))
+        found: tuple[int, float] | None = row.fetchone()
+        return found
 
     def add_score(self, task: bytes, score: float, place: int) -> None:
         self._connection.execute("INSERT INTO kept VALUES (?, ?, ?)", (task, score, place))

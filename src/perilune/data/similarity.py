@@ -13,11 +13,23 @@ from perilune.errors import requires_extra
 
 PERMUTATIONS = 64
 SHINGLE_CHARACTERS = 5  # characters
+_SIGNS = str.maketrans("−×·÷", "-**/")
+_OPERATOR = r"(?:\*\*|[-+*/^%=<>])"
+_OPERAND = r"[-(\[]*(?:\d|[b-hj-z]\b)"  # a number, or a variable; "a" and "i" are words
+_WORDS = re.compile(
+    r"\w+"
+    rf"|(?<=[\w)\]])(?<![^\W\d_]{{2}}){_OPERATOR}(?={_OPERAND})"  # 3+4, but neither held-out nor GPT-4
+    rf"|(?<=[\w)\]] ){_OPERATOR}(?= {_OPERAND})"  # 3 + 4, but neither bullets nor *emphasis*
+    r"|(?<!\w)-(?=\d)"
+)
 
 
 def split_words(text: str) -> list[str]:
-    """Lower-case words and numbers in Unicode normal form, without punctuation and layout."""
-    return re.findall(r"\w+", unicodedata.normalize("NFKC", text).casefold())
+    """Lower-case words, numbers and arithmetic operators in Unicode normal form, without other punctuation
+    and layout.
+    """
+    plain = unicodedata.normalize("NFKC", text).casefold().translate(_SIGNS)
+    return _WORDS.findall(re.sub(r"[^\S\n]+", " ", plain))
 
 
 def minhash_signature(text: str) -> NDArray[np.uint32]:

@@ -87,7 +87,7 @@ def filter_records(
     min_score: Annotated[float | None, typer.Option(help="Lowest score to keep.")] = None,
     best: Annotated[int, typer.Option(min=0, help="Best records to keep for each task; 0 for all.")] = 1,
     near: Annotated[
-        float | None, typer.Option(help="Similarity from which a text counts as a duplicate.")
+        float | None, typer.Option(help="Similarity from which texts count as duplicates; the best stays.")
     ] = None,
     min_characters: Annotated[int, typer.Option(min=0, help="Shortest last answer to keep.")] = 1,
     max_characters: Annotated[int | None, typer.Option(min=1, help="Longest conversation to keep.")] = None,

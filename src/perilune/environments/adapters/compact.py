@@ -12,6 +12,7 @@ from perilune.environments.adapters import scratchpad
 Entry = Mapping[str, Any]
 
 ANSWER_MARK = ";"
+_UNORDERED = re.compile(r"((?:gcd|lcm)\(|)(\d+(?:,\d+)+)(\)=|>\d+=)")  # gcd, lcm and countdown
 
 
 def _arithmetic_prompt(entry: Entry) -> str:
@@ -94,6 +95,8 @@ def canonical_question(question: str) -> str:
     for kind, parse in (("terms", scratchpad.parse_terms), ("factors", scratchpad.parse_factors)):
         if (numbers := parse(body)) is not None:
             return f"{kind}{sorted(numbers)}"
+    if (listed := _UNORDERED.fullmatch(question)) is not None:
+        return f"{listed[1]}{','.join(sorted(listed[2].split(','), key=int))}{listed[3]}"
     return question
 
 

@@ -23,7 +23,8 @@ TOOLS: Mapping[str, tuple[str, ...]] = {
 """Tools and the names of their arguments, which are all strings."""
 
 _CALL = re.compile(
-    r"```(?:python|py)?[ \t]*\n(?P<code>.*?)```|<tool_call>(?P<call>.*?)</tool_call>",
+    r"```(?:python|py)?[ \t]*\n(?P<code>.*?)```|<tool_call>(?P<call>.*?)</tool_call>"
+    r"|```[^\n`]+\n(?:(?!<tool_call>|```\w).)*?```(?!\w)",  # a block of another language, which is no call
     re.DOTALL | re.IGNORECASE,
 )
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -56,7 +57,8 @@ def read_action(action: str, *, compact: bool) -> Call | Answer | InvalidAction:
         if action.startswith(ANSWER_MARK):
             return Answer(action.removeprefix(ANSWER_MARK))
         return Call("python", {"code": action})
-    match = _CALL.search(action)
+    calls = (found for found in _CALL.finditer(action) if found.lastgroup is not None)
+    match = next(calls, None)
     if match is None:
         answers = _ANSWER.findall(action)
         return Answer(answers[-1].strip()) if answers else InvalidAction("neither a call nor an <answer>")

@@ -30,14 +30,14 @@ def reference_answer(environment: Environment, task: Task) -> ReferenceAnswer | 
 def expected_answer(environment: Environment, task: Task) -> str:
     """Return a right answer of a task, for people who read the episode; "" if the environment states none.
 
-    It is what the environment's method `expected_answer` returns, or else the text of its `gold` (of a task
-    with one turn), or else `task.data["answer"]`.
+    It is what the environment's method `expected_answer` returns, or else the text of its `gold` for a task
+    with one turn. For several turns it is `task.data["answer"]`, or else all actions of `gold`, one a line.
     """
     of_task = getattr(environment, "expected_answer", None)
     if of_task is not None:
         return str(of_task(task))
-    if getattr(environment, "max_turns", 1) == 1 and hasattr(environment, "gold"):
-        gold = environment.gold(task)
-        return "" if gold is None else str(gold.text)
-    answer = task.data.get("answer")
-    return answer if isinstance(answer, str) else ""
+    answer, has_gold = task.data.get("answer"), hasattr(environment, "gold")
+    if isinstance(answer, str) and not (has_gold and getattr(environment, "max_turns", 1) == 1):
+        return answer
+    gold = environment.gold(task) if has_gold else None
+    return "" if gold is None else "\n".join(gold.actions)

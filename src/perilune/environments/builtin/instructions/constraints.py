@@ -99,15 +99,26 @@ def _is_bullets(text: str, params: Params) -> bool:
 
 
 def _is_json(text: str, params: Params) -> bool:
-    try:
-        pairs = json.loads(text, object_pairs_hook=list)
-    except (ValueError, RecursionError):
-        return False
-    if not isinstance(pairs, list) or not all(isinstance(pair, tuple) for pair in pairs):
-        return False
+    pairs = _read_pairs(text)
     return sorted(key for key, _ in pairs) == ["text", "title"] and all(
         isinstance(value, str) and to_words(value) for _, value in pairs
     )
+
+
+def _read_pairs(text: str) -> list[tuple[str, Any]]:
+    """Return the keys and values of a JSON object; none if the text is no such object."""
+    try:
+        pairs = json.loads(text, object_pairs_hook=list)
+    except (ValueError, RecursionError):
+        return []
+    is_object = isinstance(pairs, list) and all(isinstance(pair, tuple) for pair in pairs)
+    return pairs if is_object else []
+
+
+def decode_json_text(text: str) -> str:
+    """Return the keys and texts of a JSON object, without escapes such as \\n; any other text as it is."""
+    pairs = [f"{key}: {value}" for key, value in _read_pairs(text) if isinstance(value, str)]
+    return "\n".join(pairs) or text
 
 
 def _has_title(text: str, params: Params) -> bool:

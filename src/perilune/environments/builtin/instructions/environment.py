@@ -10,7 +10,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from perilune.environments.builtin.instructions.constraints import KINDS, is_sound, topic_stem
+from perilune.environments.builtin.instructions.constraints import (
+    KINDS,
+    decode_json_text,
+    is_sound,
+    topic_stem,
+)
 from perilune.environments.builtin.instructions.right_answer import write_answer
 from perilune.environments.builtin.instructions.second_opinion import satisfies_request
 from perilune.environments.builtin.instructions.vocabulary import LANGUAGES, REQUESTS, TOPICS
@@ -112,9 +117,13 @@ def check_constraints(data: Mapping[str, Any], text: str) -> dict[str, float]:
     """
     text = unicodedata.normalize("NFKC", text)
     language = data["asked"].get("language", {}).get("language")
-    terms = {name: float(KINDS[name].is_satisfied(text, params)) for name, params in data["asked"].items()}
+    plain = unicodedata.normalize("NFKC", decode_json_text(text)) if "json" in data["asked"] else text
+    terms = {
+        name: float(KINDS[name].is_satisfied(text if name == "json" else plain, params))
+        for name, params in data["asked"].items()
+    }
     topic_word = topic_stem(data["topic"], language)
-    return {**terms, SOUND_TERM: float(is_sound(text, data["request"], topic_word, data["words"]))}
+    return {**terms, SOUND_TERM: float(is_sound(plain, data["request"], topic_word, data["words"]))}
 
 
 def _make_task(digest: str, data: Mapping[str, Any]) -> Task:

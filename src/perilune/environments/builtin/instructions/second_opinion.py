@@ -13,9 +13,12 @@ Check = Callable[[str, list[str], Mapping[str, Any]], bool]
 
 def satisfies_request(data: Mapping[str, Any], text: str) -> bool:
     """Return whether a text answers the request in `data` and satisfies all of its constraints."""
-    text = unicodedata.normalize("NFKC", text)
-    words = list(_tokens(text))
+    raw = text = unicodedata.normalize("NFKC", text)
     constraints = data["asked"]
+    if "json" in constraints and _is_json(raw, [], {}):
+        fields = "\n".join(f"{key}: {field}" for key, field in json.loads(raw).items())
+        text = unicodedata.normalize("NFKC", fields)
+    words = list(_tokens(text))
     if not words or len(words) > data["words"]:
         return False
     request_words = set(_tokens(data["request"]))
@@ -33,7 +36,10 @@ def satisfies_request(data: Mapping[str, Any], text: str) -> bool:
         topic_word = {"chess": "chess", "volcanoes": "volcano"}.get(topic, topic.rstrip("s"))
     if not any(word[: len(topic_word)] == topic_word for word in words):
         return False
-    return all(_CHECKS[kind](text.strip(), words, params) for kind, params in constraints.items())
+    return all(
+        _CHECKS[kind](raw if kind == "json" else text.strip(), words, params)
+        for kind, params in constraints.items()
+    )
 
 
 def _tokens(text: str) -> Iterator[str]:
