@@ -154,9 +154,9 @@ class StrictBody(BaseModel):
 
 
 class Body(BaseModel):
-    """A JSON object of a request. Unknown keys are refused."""
+    """A JSON object of a request. Unknown keys and values of other types are refused, as OpenAI does."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod

@@ -94,7 +94,8 @@ Word = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 Biases = Annotated[
-    dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(check_size)
+    dict[Annotated[int, Field(ge=0, strict=False)], Annotated[float, Field(ge=-100, le=100)]],
+    BeforeValidator(check_size),
 ]
 
 
@@ -206,7 +207,7 @@ class Sampling(RequestBody):
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float = Field(1.0, ge=0, le=100)
+    temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
@@ -224,7 +225,9 @@ class Sampling(RequestBody):
         default_factory=list, max_length=1024
     )
     ignore_eos: bool = False
-    key: tuple[Annotated[int, Field(ge=0, lt=2**64)], Word, Word] | None = None
+    key: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**64)], Word, Word], Field(strict=False)] | None = (
+        None
+    )
     return_token_ids: bool = False
     returns_in: float = Field(0.0, ge=0, le=3600)
 
