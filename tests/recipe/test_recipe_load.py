@@ -206,12 +206,18 @@ BAD = {  # (old text, new text): place, parts of the message
     ),
     ("{id: kitchen}", "{id: kitchen, meel: tea}"): (":4:", "environment.meel is not a known key", "'meal'"),
     ("{id: kitchen}", "{id: kitchen, guests: -1}"): (":4:", "environment.guests is -1", "equal to 0"),
-    ("{id: kitchen}", "{}"): (":4:", "environment.id", "kitchen"),
+    ("{id: kitchen}", "{}"): (":4:", "environment.id: the id is missing", "kitchen"),
     ("{id: kitchen}", "[]"): (":4:", "environment must be a section", ""),
     ("seed: 3", "seed: -1"): (":2:", "seed is -1", "greater than or equal to 0"),
     ("seed: 3", "seed: *seed"): (":2:", "aliases", ""),
     ("seed: 3", "seed: !!python/object/apply:os.getcwd []"): (":2:", "tag", ""),
     ("seed: 3", "resources: {device: gpu}"): (":2:", "resources.device", "'cpu' or 'cuda'"),
+    ("seed: 3", "seed: !!int x"): (":2:", "the tag tag:yaml.org,2002:int is not supported", ""),
+    ("seed: 3", "seed: !!null x"): (":2:", "the tag tag:yaml.org,2002:null is not supported", ""),
+    ("{id: kitchen}", "{<<: {id: kitchen}}"): (":4:", "merge keys (<<) are not supported", "write the keys"),
+    ("seed: 3", 'seed: "\\ud83d"'): (":2:", "'\\ud83d' is no character", "write UTF-8"),
+    ("seed: 3", '"\\ud83d": 3'): (":2:", "'\\ud83d' is no character", "write UTF-8"),
+    ("seed: 3", "seed: " + "[" * 70 + "]" * 70): (":2:", "nested too deeply", ""),
     ("seed: 3", "? [a, b]\n: 3"): (":2:", "a key must be text", ""),
     ("seed: 3", "seed: {"): (":4:", "not valid YAML", ""),
     ("seed: 3", "rewards: {short: {funtion: 'a.py:f'}}"): (
@@ -264,6 +270,14 @@ def test_invalid_recipe_error_names_line_problem_and_remedy(write, change: tuple
     assert where in message.splitlines()[0]
     for part in parts:
         assert part in message
+
+
+@pytest.mark.parametrize("override", ["name=\udcff", "bread.\udcff=1"])
+def test_override_that_is_not_utf8_is_refused(dinner: Path, override: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        load_recipe(dinner, [override])
+    assert str(caught.value).startswith("--set ") and r"\udcff" in caught.value.what
+    assert str(caught.value).isascii()
 
 
 @pytest.mark.parametrize(

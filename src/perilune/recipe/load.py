@@ -11,7 +11,7 @@ from perilune.files import read_regular
 from perilune.recipe.problems import Problem, raise_problems, suggest_name
 from perilune.recipe.resolve import resolve
 from perilune.recipe.schema import Recipe
-from perilune.recipe.source import MAX_BYTES, Document, KeyPath, parse_yaml
+from perilune.recipe.source import MAX_BYTES, Document, KeyPath, parse_yaml, require_characters
 
 
 def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -84,7 +84,8 @@ def _read_recipe(path: Path) -> str:
 def _apply_override(document: Document, override: str) -> None:
     """Write one "key.key=value" into the document."""
     key, equals, text = override.partition("=")
-    location = f"--set {override}"
+    location = f"--set {override.encode(errors='backslashreplace').decode()}"
+    require_characters(override, location)
     if not equals or not key.strip():
         raise RequestError("is not KEY=VALUE", where=location, remedy="--set rl.steps=10")
     try:

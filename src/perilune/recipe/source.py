@@ -1,7 +1,8 @@
 """Reads YAML and records the line of every value.
 
 Accepts only what JSON can express: mappings with text keys, lists, text, numbers, true, false and null.
-Words such as `yes` and `no` are text. Aliases and tags are refused, so a small file stays a small document.
+Words such as `yes` and `no` are text. Aliases, merge keys and tags are refused, so a small file stays a small
+document.
 """
 
 import json
@@ -16,10 +17,11 @@ import yaml
 from perilune.errors import RequestError
 
 MAX_BYTES = 1 << 18
+MAX_DEPTH = 64
 KeyPath = tuple[str | int, ...]
 
 _TAG = "tag:yaml.org,2002:"
-_CONTAINERS = (f"{_TAG}map", f"{_TAG}seq")
+_TOO_DEEP = "sections are nested too deeply"
 
 
 @dataclass
@@ -75,6 +77,7 @@ def parse_yaml(text: str, name: str) -> Document:
     Raises:
         RequestError: when it is too large, malformed, or contains what JSON cannot express.
     """
+    require_characters(text, name)
     if len(text.encode()) > MAX_BYTES:
         raise RequestError(f"is larger than {MAX_BYTES // 1024} KiB", where=name)
     try:
@@ -91,19 +94,31 @@ def parse_yaml(text: str, name: str) -> Document:
     except yaml.YAMLError as error:
         raise RequestError(f"not valid YAML: {error}", where=name) from None
     except RecursionError:
-        raise RequestError("sections are nested too deeply", where=name) from None
+        raise RequestError(_TOO_DEEP, where=name) from None
     return document
+
+
+def require_characters(text: str, where: str) -> None:
+    """Refuse half a surrogate pair, which no file and no JSON can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        what = f"{text[error.start]!a} is no character"
+        raise RequestError(what, where=where, remedy="write UTF-8, without escapes such as \\ud83d") from None
 
 
 class _Loader(yaml.SafeLoader):
     """YAML with the scalars of JSON: no dates or octal numbers, `yes` is text, and `1e-3` is a number."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.composer.ComposerError(
-                None, None, "aliases (*name) are not supported; write the value", mark
-            )
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        problem = ""
+        if isinstance(event, yaml.AliasEvent):
+            problem = "aliases (*name) are not supported; write the value"
+        elif event.tag is not None:
+            problem = f"the tag {event.tag} is not supported; remove it"
+        if problem:
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
         return super().compose_node(parent, index)
 
 
@@ -128,8 +143,8 @@ def _build(node: yaml.Node, path: KeyPath, name: str, locations: dict[KeyPath, s
     locations.setdefault(path, _location(node, name))
     if isinstance(node, yaml.ScalarNode):
         return _scalar(node, path, name)
-    if node.tag not in _CONTAINERS:
-        raise RequestError(f"the tag {node.tag} is not supported", where=_location(node, name))
+    if len(path) == MAX_DEPTH:
+        raise RequestError(_TOO_DEEP, where=_location(node, name))
     if isinstance(node, yaml.SequenceNode):
         return [_build(item, (*path, index), name, locations) for index, item in enumerate(node.value)]
     assert isinstance(node, yaml.MappingNode)
@@ -139,6 +154,9 @@ def _build(node: yaml.Node, path: KeyPath, name: str, locations: dict[KeyPath, s
         if not isinstance(key_node, yaml.ScalarNode):
             raise RequestError("a key must be text", where=where)
         key = key_node.value
+        require_characters(key, where)
+        if key == "<<" and key_node.style is None:
+            raise RequestError("merge keys (<<) are not supported; write the keys", where=where)
         inner = (*path, key)
         if key in section:
             first = locations[inner].rpartition(":")[2]
@@ -152,6 +170,7 @@ def _scalar(node: yaml.ScalarNode, path: KeyPath, name: str) -> str | int | floa
     text = node.value
     match node.tag.removeprefix(_TAG):
         case "str":
+            require_characters(text, _location(node, name))
             return str(text)
         case "null":
             return None
@@ -164,7 +183,7 @@ def _scalar(node: yaml.ScalarNode, path: KeyPath, name: str) -> str | int | floa
         case "int" | "float":
             key = f"{dotted(path)}: " if path else ""
             raise RequestError(f"{key}{text} is not a finite number", where=_location(node, name))
-    raise RequestError(f"the tag {node.tag} is not supported", where=_location(node, name))
+    raise AssertionError(node.tag)
 
 
 def _number(text: str) -> float:

@@ -367,7 +367,7 @@ def _find_factory(spec: Mapping[str, Any]) -> Any:
             else ""
         )
         raise RequestError(
-            f"no environment called {name!r} is installed",
+            "the id is missing" if name is None else f"no environment called {name!r} is installed",
             where="environment.id",
             remedy=puzzle or did_you_mean(str(name or "")[:80], environment_ids()),
         )
