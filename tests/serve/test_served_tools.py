@@ -540,3 +540,24 @@ def test_failed_response_ends_with_failed_event() -> None:
     response = json.loads(events[2].partition("data: ")[2])["response"]
     assert response["status"] == "failed"
     assert response["error"] == {"code": "server_error", "message": "the server was paused"}
+
+
+def test_reasoning_between_special_tokens_is_separated(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.byte_level()
+    tokenizer._backend.add_special_tokens([AddedToken(m, special=True) for m in ("<think>", "</think>")])
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer = tokenizer.with_chat_template(template, where="test")
+    shape = PRESETS["tiny"].replace(initializer_range=0.1, max_position_embeddings=4096)
+    save_checkpoint(tmp_path / "m", new_model(shape, tokenizer, seed=0), tokenizer)
+    begin, end = (tokenizer._backend.token_to_id(mark) for mark in ("<think>", "</think>"))
+    asked: Any = {"model": "m", "messages": ASKED, "n": 8, "seed": 1, "max_tokens": 800}
+    asked["logit_bias"] = {str(begin): 50, str(end): 4}
+    with served(tmp_path / "m", "--slots", "8", "--reasoning") as server, server.client() as client:
+        choices = client.chat.completions.create(**asked).choices
+        assert all(choice.message.reasoning_content for choice in choices)  # type: ignore[attr-defined]
+        constraint = {"structured_outputs": {"choice": ["a", "b"]}}
+        choices = client.chat.completions.create(**asked, extra_body=constraint).choices
+        complete = [choice for choice in choices if choice.finish_reason == "stop"]
+        assert len(complete) > 4
+        assert all(choice.message.content in ("a", "b") for choice in complete)
+        assert any(getattr(choice.message, "reasoning_content", None) for choice in complete)

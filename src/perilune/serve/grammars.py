@@ -21,13 +21,8 @@ _CACHED_GRAMMARS = 64  # compiled grammars
 _MAX_CHARS = 1 << 17  # characters of a grammar
 _ESCAPED = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}  # in a pattern between slashes
 _ONLY_ARGUMENTS = frozenset(("type", "properties", "required", "title", "description", "$schema", "$defs"))
-_REASONING = "thought[lazy]: /(.|\\n)*" + THINK_END.replace("/", r"\/") + "/\nGAP: /\\n{0,2}/\n"
-_START_RULES: Mapping[str, str] = {  # up to the rule of the answer
-    "start": f'start: ("{THINK_START}" thought GAP)? answer\n{_REASONING}',
-    "reasoning": f"start: thought GAP answer\n{_REASONING}",
-    "content": "start: answer\n",
-}
-
+_GAP = "GAP: /\\n{0,2}/\n"
+_THOUGHT = "thought[lazy]: /(.|\\n)*" + THINK_END.replace("/", r"\/") + "/\n"
 _ANY_TEXT = "TEXT: /(.|\\n)*/"
 
 Schema = Mapping[str, Any]
@@ -82,8 +77,15 @@ class AnswerConstraints:
 
     def _start_rules(self, beginning: Beginning, *, calls: bool) -> str:
         """Return the rules before the rule of the answer, which consists of `calls` or is a final message."""
+        if beginning == "content":
+            return "start: answer\n"
         if beginning != "channels":
-            return _START_RULES[beginning]
+            is_token = THINK_END in self._model.tokenizer.control_tokens
+            thought = f"thought: /(.|\\n)*/ {self._text_rule(THINK_END)}\n" if is_token else _THOUGHT
+            begun = (
+                f"({self._text_rule(THINK_START)} thought GAP)?" if beginning == "start" else "thought GAP"
+            )
+            return f"start: {begun} answer\n{thought}{_GAP}"
         analysis = self._text_rule("<|channel|>analysis<|message|>")
         final = "" if calls else self._text_rule("<|channel|>final<|message|>")
         end = self._text_rule("<|end|><|start|>assistant")
@@ -126,7 +128,7 @@ class AnswerConstraints:
     def _text_rule(self, text: str) -> str:
         """Return the expression of a fixed text with optional line breaks, in which chat templates differ."""
         control = self._model.tokenizer.control_tokens
-        marks = "|".join(["\n", *map(re.escape, self._model.tool_format.marks)])
+        marks = "|".join(["\n", *map(re.escape, self._model.marks)])
         rules = []
         for part in re.split(f"({marks})", text):
             if part in control:

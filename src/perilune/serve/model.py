@@ -4,7 +4,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from perilune.models.text.tokenizer import Tokenizer
+from perilune.serve.parts import THINK_END, THINK_START
 from perilune.serve.tool_formats import FORMATS, ToolFormat
+
+
+def visible_marks(tool_format: ToolFormat, *, reasoning: bool) -> tuple[str, ...]:
+    """Return the control tokens that must appear in the decoded text of an answer."""
+    return (*tool_format.marks, *((THINK_START, THINK_END) if reasoning else ()))
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,11 @@ class ServedModel:
     adapters: dict[str, Path] = field(default_factory=dict)
     reasoning: bool = False
     tool_format: ToolFormat = FORMATS["hermes"]
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """See `visible_marks`."""
+        return visible_marks(self.tool_format, reasoning=self.reasoning)
 
     @property
     def names(self) -> tuple[str, ...]:

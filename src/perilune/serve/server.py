@@ -30,7 +30,7 @@ from perilune.serve.control import Control, control_routes
 from perilune.serve.embeddings import Embeddings, embedding_routes
 from perilune.serve.engine_thread import EngineThread
 from perilune.serve.guard import BodyLimits
-from perilune.serve.model import ServedModel
+from perilune.serve.model import ServedModel, visible_marks
 from perilune.serve.model_service import ModelService
 from perilune.serve.response_routes import Conversations, response_routes
 from perilune.serve.service import Service
@@ -88,7 +88,7 @@ def _make_service(settings: Settings, notify: Callable[[str], None]) -> tuple[Se
         if settings.tool_format == "auto"
         else FORMATS[settings.tool_format]
     )
-    tokenizer = tokenizer.showing(calls.marks)
+    tokenizer = tokenizer.showing(visible_marks(calls, reasoning=settings.reasoning))
     config = loaded.config
     engine = Engine(
         loaded,

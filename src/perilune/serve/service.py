@@ -321,12 +321,12 @@ class Service(ModelService):
 
 
 def _token_bytes(model: ServedModel) -> list[bytes | None]:
-    """Return the bytes of each token in the text of an answer, which has the marks of tool calls."""
+    """Return the bytes of each token in the text of an answer, which has the marks of `model.marks`."""
     try:
         table = model.tokenizer.token_bytes()
     except RequestError:  # a tokenizer without bytes of single tokens
         return []
-    for mark in model.tool_format.marks:
+    for mark in model.marks:
         if (index := model.tokenizer.control_tokens.get(mark)) is not None:
             table[index] = mark.encode()
     return table
