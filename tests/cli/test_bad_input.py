@@ -27,6 +27,7 @@ def assert_refused(done: subprocess.CompletedProcess[str], *said: str) -> None:
     [
         ("threads: 1", "thraeds: 1", ("small.yaml:9: resources.thraeds", "'threads'")),
         ("samples: 2", "samples: 0", ("small.yaml:12: stages.base.samples is 0", "greater than")),
+        ("samples: 2", "samples: 1000000000", ("stages.base.samples is 1000000000", "less than")),
         ("id: reasoning_gym", "id: gym", ("small.yaml:4: environment.id: no environment called 'gym'",)),
         ("id: reasoning_gym", "id: gcd", ("no environment called 'gcd'", "try: reasoning_gym/gcd")),
         ("task: collect", "task: dpo", ("no task 'dpo' is installed", "try: task: preference")),

@@ -41,6 +41,10 @@ def test_new_evaluates_on_all_held_out_questions_of_a_small_file(here, tmp_path:
     done = here("new", "sums", "--model", "tiny", *options)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "sums.yaml").read_text().count("tasks: 3,") == 2
+    done = here("new", "taught", "--model", "tiny", *options, "--task", "sft")
+    assert done.returncode == 0, done.stderr
+    assert "traces: 37}" in (tmp_path / "taught.yaml").read_text()
+    assert here("run", "taught.yaml", "--plan").returncode == 0
     questions = here("new", "chats", "--model", "tiny", "--from", "sums.jsonl")
     assert questions.returncode == 2 and "{id: jsonl, path: FILE}" in questions.stderr
 

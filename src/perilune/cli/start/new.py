@@ -15,6 +15,7 @@ from perilune.cli.data.environments import environment_section
 from perilune.cli.output import echo
 from perilune.cli.train.plan import derive_plans
 from perilune.data.sources import read_first_row, read_rows
+from perilune.environments.core.protocol import Split
 from perilune.environments.core.registry import make_environment
 from perilune.errors import RequestError
 from perilune.recipe.resolve import resolve
@@ -51,9 +52,9 @@ STAGES: dict[str, tuple[str, str, str]] = {  # task: title, stages, the stage th
         "supervised fine-tuning on verified answers",
         """\
   # Verified answers to imitate. To train on a model's own answers: task rejection_sampling.
-  - {name: traces, task: collect, teacher: TEACHER, traces: 2000}
+  - {name: traces, task: collect, teacher: TEACHER, traces: TRACES}
   # batch_size is in traces. The default of lr depends on the model; --plan shows it.
-  - {name: sft, task: sft, checkpoint: model, data: traces, steps: 100, batch_size: 32}
+  - {name: sft, task: sft, checkpoint: model, data: traces, steps: 100, batch_size: BATCH}
 """,
         "sft",
     ),
@@ -80,6 +81,7 @@ STAGES: dict[str, tuple[str, str, str]] = {  # task: title, stages, the stage th
 DEFAULT_EPOCHS = {"sft": 3, "preference": 1}
 HELD_OUT_TASKS = 64
 DEFAULT_ROWS = 16  # rows of a step
+MAX_TRACES = 2000
 NEW_MODEL_STEPS = 300  # steps of a new model, at least; it has to learn to write first
 OWN_STAGES = {  # from the user's own data
     "sft": (
@@ -206,16 +208,19 @@ def _render_recipe(name: str, model: str, environment: dict[str, Any], parts: tu
         section += f"rewards: {json.dumps(rewards)}\n"
     body = BEFORE_STAGE + stages + AFTER_STAGE if environment else stages
     if environment:
-        body = body.replace("HELD_OUT", str(_count_held_out(environment)))
+        body = body.replace("HELD_OUT", str(_count_tasks(environment, "heldout", HELD_OUT_TASKS)))
+    if "TRACES" in body:
+        traces = _count_tasks(environment, "train", MAX_TRACES)
+        body = body.replace("TRACES", str(traces)).replace("BATCH", str(min(2 * DEFAULT_ROWS, traces)))
     teacher = environment["id"] if environment.get("id") in OWN_TEACHERS else "gold"
     body = body.replace("TEACHER", teacher).replace("TRAINED", trained)
     return TEMPLATE.format(name=name, title=title, model=source, environment=section) + body
 
 
-def _count_held_out(environment: dict[str, Any]) -> int:
-    """Return the number of held-out tasks to evaluate on: all tasks of a small file of questions."""
-    tasks = make_environment(environment).tasks("heldout", 0)
-    return sum(1 for _ in islice(tasks, HELD_OUT_TASKS)) or HELD_OUT_TASKS
+def _count_tasks(environment: dict[str, Any], split: Split, most: int) -> int:
+    """Return the number of tasks to use: `most`, or all tasks of a small file of questions."""
+    tasks = make_environment(environment).tasks(split, 0)
+    return sum(1 for _ in islice(tasks, most)) or most
 
 
 def _check(text: str, path: Path) -> None:

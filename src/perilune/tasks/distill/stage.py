@@ -45,8 +45,8 @@ class DistillSpec(EvaluatedSpec, LearnerSettings, SamplingSpec, ForgettingSpec):
     )
     on_policy: float = Field(1.0, ge=0, le=1, description="share of steps on the student's own answers")
     steps: int = Field(100, ge=1, description="optimizer steps")
-    prompts: int = Field(32, ge=1, description="tasks per step")
-    samples: int = Field(4, ge=1, description="answers per task")
+    prompts: int = Field(32, ge=1, le=1_000_000, description="tasks per step")
+    samples: int = Field(4, ge=1, le=4096, description="answers per task")
     final_lr: float = Field(0.1, ge=0, le=1, description="final learning rate / peak; 1 is constant")
 
     @model_validator(mode="after")

@@ -20,8 +20,10 @@ class ForgettingSettings(Frozen):
         ("reasoning_gym/letter_counting", "reasoning_gym/number_sorting"),
         description="environments for pass@1, with their families; the trained one is left out",
     )
-    tasks: int = Field(16, ge=0, description="held-out tasks of each, and for the KL to the start; 0: none")
-    samples: int = Field(2, ge=1, description="answers per task")
+    tasks: int = Field(
+        16, ge=0, le=1_000_000, description="held-out tasks of each, and for the KL to the start; 0: none"
+    )
+    samples: int = Field(2, ge=1, le=4096, description="answers per task")
     max_tokens: int = Field(64, ge=1, description="maximum tokens of these answers")
 
     def sections(self, own: Mapping[str, Any]) -> list[dict[str, Any]]:

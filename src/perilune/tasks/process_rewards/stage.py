@@ -21,8 +21,8 @@ class CalibrateSpec(SamplingSpec):
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(
         description="stage whose checkpoint samples and gives the values"
     )
-    tasks: int = Field(64, ge=2, description="held-out tasks")
-    samples: int = Field(4, ge=1, description="answers per task")
+    tasks: int = Field(64, ge=2, le=1_000_000, description="held-out tasks")
+    samples: int = Field(4, ge=1, le=4096, description="answers per task")
     continuations: int = Field(16, ge=2, description="continuations sampled from each prefix of an answer")
     process_rewards: ProcessRewardField = Field(
         AnswerValues(), description="process rewards to calibrate: `answer`, or a section with that name"

@@ -34,8 +34,8 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="checkpoint to start from")
     steps: int = Field(100, ge=1, description="training steps; each samples a batch of episodes")
-    prompts: int = Field(32, ge=1, description="tasks per step")
-    samples: int = Field(8, ge=1, description="episodes per task: the size of a group")
+    prompts: int = Field(32, ge=1, le=1_000_000, description="tasks per step")
+    samples: int = Field(8, ge=1, le=4096, description="episodes per task: the size of a group")
     reward_model: Annotated[str | None, Consumes("reward_model")] = Field(
         None,
         description="stage whose reward model gives the reward; the verifier's score is then only recorded",

@@ -31,7 +31,9 @@ class EvaluationSettings(Frozen):
     every: int = Field(
         10, ge=1, description="steps between evaluations; one more before the first step and after the last"
     )
-    tasks: int = Field(64, ge=0, description="held-out tasks of each set; 0: only held-out data")
+    tasks: int = Field(
+        64, ge=0, le=1_000_000, description="held-out tasks of each set; 0: only held-out data"
+    )
     samples: int = Field(4, ge=1, le=4096, description="answers per task")
     max_tokens: int | None = Field(
         None,
