@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from perilune.environments.core.protocol import Environment, Task
+from perilune.environments.core.protocol import Environment, Task, Transcript
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ def expected_answer(environment: Environment, task: Task) -> str:
     of_task = getattr(environment, "expected_answer", None)
     if of_task is not None:
         return str(of_task(task))
-    answer, has_gold = task.data.get("answer"), hasattr(environment, "gold")
-    if isinstance(answer, str) and not (has_gold and getattr(environment, "max_turns", 1) == 1):
+    answer, find_gold = task.data.get("answer"), getattr(environment, "gold", None)
+    if isinstance(answer, str) and (find_gold is None or getattr(environment, "max_turns", 1) > 1):
         return answer
-    gold = environment.gold(task) if has_gold else None
+    gold: Transcript | None = find_gold and find_gold(task)
     return "" if gold is None else "\n".join(gold.actions)
