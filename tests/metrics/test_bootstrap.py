@@ -1,10 +1,13 @@
 """Bootstrap intervals: determinism, width, coverage, and paired differences."""
 
+import math
+import tracemalloc
+
 import numpy as np
 import pytest
 
 from perilune.errors import RequestError
-from perilune.metrics.bootstrap import bootstrap_problems, paired_difference
+from perilune.metrics.bootstrap import bootstrap_problems, bootstrap_ratio, paired_difference
 
 
 def test_interval_width_matches_the_standard_error() -> None:
@@ -36,6 +39,24 @@ def test_chunked_resampling_gives_the_same_interval(monkeypatch: pytest.MonkeyPa
     whole = bootstrap_problems(values, resamples=100)
     monkeypatch.setattr("perilune.metrics.bootstrap._CHUNK_INDICES", 350)
     assert bootstrap_problems(values, resamples=100) == whole
+
+
+def test_ratio_of_many_problems_is_resampled_in_parts() -> None:
+    wholes = np.full(20_000, 4.0)
+    parts = np.random.default_rng(3).integers(2, size=len(wholes))
+    tracemalloc.start()
+    ratio = bootstrap_ratio(parts.tolist(), wholes.tolist())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 300e6  # all indices at once take 1.6 GB
+    half = 1.96 * parts.std() / np.sqrt(len(parts)) / 4
+    assert ratio.high - ratio.mean == pytest.approx(half, rel=0.05)
+
+
+@pytest.mark.parametrize(("parts", "wholes"), [([math.nan], [1]), ([1], [math.inf]), ([1], [0]), ([], [])])
+def test_ratio_refuses_values_without_one(parts: list[float], wholes: list[float]) -> None:
+    with pytest.raises(RequestError, match="a ratio needs problems"):
+        bootstrap_ratio(parts, wholes)
 
 
 def test_interval_of_a_single_value_has_zero_width() -> None:

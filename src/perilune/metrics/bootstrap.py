@@ -4,7 +4,7 @@ Only problems are resampled, not completions. Completions of one problem are not
 them with replacement biases pass@k downwards.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -50,13 +50,18 @@ def bootstrap_problems(
         raise RequestError("there are no problems to average over")
     if not np.isfinite(figures).all():
         raise RequestError(f"problem {int(np.flatnonzero(~np.isfinite(figures))[0])} has no finite figure")
-    rng = np.random.default_rng(seed)
-    at_once = max(1, _CHUNK_INDICES // len(figures))
-    sizes = [min(at_once, resamples - done) for done in range(0, resamples, at_once)]
-    drawn = (rng.integers(len(figures), size=(size, len(figures))) for size in sizes)
+    drawn = draw_problems(len(figures), resamples, seed)
     means = np.concatenate([figures[indices].mean(axis=1) for indices in drawn])
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return Interval(float(figures.mean()), float(low), float(high))
+
+
+def draw_problems(problems: int, resamples: int, seed: int) -> Iterator[NDArray[np.int64]]:
+    """Yield resampled sets of problems as indices int64[N, problems], `resamples` in all, in small parts."""
+    rng = np.random.default_rng(seed)
+    at_once = max(1, _CHUNK_INDICES // problems)
+    for done in range(0, resamples, at_once):
+        yield rng.integers(problems, size=(min(at_once, resamples - done), problems))
 
 
 def bootstrap_ratio(parts: Sequence[float], wholes: Sequence[float], *, seed: int = 0) -> Interval:
@@ -68,14 +73,14 @@ def bootstrap_ratio(parts: Sequence[float], wholes: Sequence[float], *, seed: in
         parts, wholes: [problems], such as the errors and the words of each utterance; wholes are positive.
 
     Raises:
-        RequestError: when there are no problems, or a whole is not positive.
+        RequestError: when there are no problems, a whole is not positive, or a value is not finite.
     """
     above, below = np.asarray(parts, dtype=np.float64), np.asarray(wholes, dtype=np.float64)
-    if not len(below) or above.shape != below.shape or not (below > 0).all():
-        raise RequestError("a ratio needs problems, each with a part and a positive whole")
-    rng = np.random.default_rng(seed)
-    drawn = rng.integers(len(below), size=(RESAMPLES, len(below)))
-    ratios = above[drawn].sum(axis=1) / below[drawn].sum(axis=1)
+    finite = np.isfinite(above).all() and np.isfinite(below).all()
+    if not len(below) or above.shape != below.shape or not (below > 0).all() or not finite:
+        raise RequestError("a ratio needs problems, each with a finite part and a finite, positive whole")
+    drawn = draw_problems(len(below), RESAMPLES, seed)
+    ratios = np.concatenate([above[rows].sum(axis=1) / below[rows].sum(axis=1) for rows in drawn])
     low, high = np.quantile(ratios, [(1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2])
     return Interval(float(above.sum() / below.sum()), float(low), float(high))
 

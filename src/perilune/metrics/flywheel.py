@@ -13,7 +13,7 @@ import numpy as np
 
 from perilune.errors import RequestError
 from perilune.metrics.across_seeds import CONFIDENCE_LEVEL
-from perilune.metrics.bootstrap import Interval
+from perilune.metrics.bootstrap import Interval, draw_problems
 
 
 def rounds_to(p: float, goal: float, gain: float) -> float:
@@ -53,8 +53,8 @@ def gain_interval(rounds: Sequence[Mapping[str, float]], *, seed: int = 0, resam
         bounded = np.clip(means, edge, 1 - edge)
         return [measured_gain(column.tolist()) for column in bounded.T]
 
-    drawn = np.random.default_rng(seed).integers(len(names), size=(resamples, len(names)))
-    resampled = gains(rates[:, drawn].mean(axis=2))
+    drawn = draw_problems(len(names), resamples, seed)
+    resampled = [gain for rows in drawn for gain in gains(rates[:, rows].mean(axis=2))]
     (mean,) = gains(rates.mean(axis=1, keepdims=True))
     low, high = np.quantile(resampled, [(1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2])
     return Interval(mean, float(low), float(high))
