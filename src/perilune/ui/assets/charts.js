@@ -128,6 +128,7 @@ function write(u, text, x, y, look) {
 }
 
 // --- charts that uPlot draws
+const whenIdle = window.requestIdleCallback ?? (run => setTimeout(run, 500));
 const placesOf = values => [...new Set(values)].sort((a, b) => a - b);
 const nearest = (all, value) => all.reduce((best, one) => (Math.abs(one - value) < Math.abs(best - value) ? one : best), all[0]);
 function widest(u, texts) {
@@ -141,7 +142,7 @@ function plotted(spec, reading, pad = [0, 0]) {
   const { x, group } = spec;
   const y = { format: Format.number, ...spec.y };
   const height = spec.height || 168;
-  let [isLog, isNear, at, plot, shown, places] = [false, false, null, null, reading(false), []];
+  let [isLog, isDue, at, plot, shown, places] = [false, false, null, null, reading(false), []];
   const chart = framed(spec, spec.legend || (shown.series.length > 1 || spec.showLegend ? shown.series : []));
   const { stage } = chart;
   const formatX = value => x.names?.[places.indexOf(value)] ?? (x.format || Format.integer)(value);
@@ -158,7 +159,7 @@ function plotted(spec, reading, pad = [0, 0]) {
     stage.ariaLabel = describe();
     stage.replaceChildren(...(places.length ? shown.notes || [] : [noData()]));
     stage.style.minHeight = places.length ? `${height}px` : "";
-    if (chart.width < 40 || !places.length || !(isNear || matchMedia("print").matches)) return;
+    if (chart.width < 40 || !places.length || !(isDue || matchMedia("print").matches)) return;
     const { columns } = shown;
     const bands = columns.flatMap(({ area }, index) => (area ? { series: [index + 1, index + 2], fill: area } : []));
     const data = uPlot.join(columns.map(one => [one.x, one.y]));
@@ -184,7 +185,7 @@ function plotted(spec, reading, pad = [0, 0]) {
     const padded = (low, high) => (low === high && !pad[0] ? [low - 1, high + 1] : [low - pad[0], high + pad[1]]);
     return {
       height,
-      padding: [8, 18, 0, 0],
+      padding: [8, u => Math.max(10, widest(u, [tickX(last(places))]) / 2 + 2), 0, 0], // room for half of the last label
       legend: { show: false },
       scales: {
         x: { time: false, range: (_, ...ends) => zoomOf(spec) || padded(...ends) },
@@ -205,7 +206,8 @@ function plotted(spec, reading, pad = [0, 0]) {
         y: false,
         move: (u, left, top) => [left < 0 ? left : u.valToPos(nearest(visible(), u.posToVal(left, "x")), "x"), top],
         points: { size: 7, show: (_, index) => !shown.columns[index - 1].isQuiet && h("i") },
-        drag: { x: Boolean(group), setScale: false, dist: 8 },
+        // uPlot takes a click for the end of a drag if its last move is not handled yet.
+        drag: { x: Boolean(group), setScale: false, dist: 8, click: (u, event) => u.select.width && event.stopPropagation() },
         bind: { dblclick: () => () => group && zoom(spec) },
         sync: group && { key: group, scales: ["x", null], filters: { pub: type => type === "mousemove" } },
       },
@@ -295,12 +297,13 @@ function plotted(spec, reading, pad = [0, 0]) {
     chart.width = width;
     chart.redraw();
   }).observe(stage);
-  // A chart is drawn when it comes near the window.
-  const come = ([entry]) => {
-    isNear = entry.isIntersecting;
-    if (isNear && !plot) chart.redraw();
+  // A chart is first drawn when it comes near the window, or when the browser has nothing else to do.
+  const come = () => {
+    isDue = true;
+    if (!plot) chart.redraw();
   };
-  new IntersectionObserver(come, { rootMargin: "300px" }).observe(stage);
+  new IntersectionObserver(([entry]) => entry.isIntersecting && come(), { rootMargin: "300px" }).observe(stage);
+  whenIdle(come);
   charts.add(chart);
   return chart.element;
 }
