@@ -68,6 +68,16 @@ def test_speech_streams_match_the_model(server: Served, folder: Path) -> None:
     assert any(name.startswith("speech_underruns_total{streams=") for name in metrics)
 
 
+def test_text_is_streamed_on_request(server: Served, folder: Path) -> None:
+    utterances = [Utterance("one two", "ada", streamed_text=streamed) for streamed in (False, True)]
+    whole, streamed = (Speaker(load_speech_model(folder)).say([item], seed=3)[0] for item in utterances)
+    request = body("one two", stream=False, non_streaming_mode=False)
+    with server.http() as http:
+        answer = http.post("/v1/audio/speech", json=request).content
+    assert np.array_equal(np.frombuffer(answer, "<i2"), (streamed * 32767).round().astype("<i2"))
+    assert not np.array_equal(streamed, whole)
+
+
 def test_speech_as_wav_file_and_wav_stream(server: Served) -> None:
     with server.http() as http:
         plain = http.post("/v1/audio/speech", json=body("one", stream=False)).content

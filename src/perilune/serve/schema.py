@@ -620,7 +620,11 @@ class TokenizeBody(PromptOptions, RequestBody):
 
 
 class SpeechBody(Body):
-    """The body of POST /v1/audio/speech: OpenAI's arguments, and `language`, `seed` and `stream`."""
+    """The body of POST /v1/audio/speech: OpenAI's arguments, and those of Qwen3-TTS and this server.
+
+    Attributes:
+        non_streaming_mode: feed the whole text before the first frame, instead of one token per frame.
+    """
 
     model: str
     input: Text
@@ -630,5 +634,6 @@ class SpeechBody(Body):
     speed: Annotated[float, Field(ge=1, le=1)] = 1  # no other is implemented
     stream_format: Literal["audio"] = "audio"
     language: ShortName = "auto"
+    non_streaming_mode: bool = True
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     stream: bool = True

@@ -119,7 +119,13 @@ class SpeechService(ModelService):
         self.entering += 1
         try:
             voice = None if body.voice == DEFAULT_VOICE else body.voice
-            utterance = Utterance(body.input, voice, body.language, body.instructions)
+            utterance = Utterance(
+                body.input,
+                voice,
+                body.language,
+                body.instructions,
+                streamed_text=not body.non_streaming_mode,
+            )
             seed = body.seed if body.seed is not None else int(np.random.default_rng().integers(2**63))
             request = await self.lanes.short_or_long(size, lambda: self.speaker.request(utterance, seed))
             return await self.thread.submit([request], per_token=True)
