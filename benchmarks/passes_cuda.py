@@ -131,7 +131,7 @@ def train(one: Pass, device: str) -> dict[str, Any]:
     def run() -> None:
         hidden = decoder(tokens, positions, PackedAttention(bounds))
         logprobs, _ = compute_in_row_chunks(
-            lambda rows, targets: token_logprobs(decoder.logits(rows), targets), hidden, tokens, shape.vocab
+            lambda rows, targets: token_logprobs(decoder.logits(rows), targets), (hidden, tokens), shape.vocab
         )
         logprobs.mean().backward()
 
