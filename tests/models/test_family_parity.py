@@ -206,7 +206,7 @@ def random_model(kind: str, seed: int) -> Any:
 def test_logits_gradients_and_checkpoints_of_family_match_transformers(
     kind: str, seed: int, tmp_path: Path
 ) -> None:
-    theirs, rounding = random_model(kind, seed), 1e-4 if kind.startswith(("qwen3_next", "qwen3_5")) else 3e-5
+    theirs, rounding = random_model(kind, seed), rounding_of(kind)
     theirs.save_pretrained(tmp_path / "theirs")
     ours = load_decoder(Decoder, tmp_path / "theirs")
     tokens = torch.randint(VOCABULARY, (2, LENGTH))
@@ -252,7 +252,12 @@ def test_packed_experts_load_as_separate_ones(kind: str, tmp_path: Path) -> None
         tokens = torch.randint(VOCABULARY, (2, LENGTH))
         expected = theirs(tokens, use_cache=False).logits.log_softmax(-1)
         actual = learner_logits(packed, tokens).log_softmax(-1)
-        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=rounding_of(kind))
+
+
+def rounding_of(kind: str) -> float:
+    """The difference in nats that rounding may make; sums of linear attention have another order."""
+    return 1e-4 if kind.startswith(("qwen3_next", "qwen3_5")) else 3e-5
 
 
 def norm(gradients: Sequence[Tensor | None]) -> float:
