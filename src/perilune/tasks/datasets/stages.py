@@ -11,6 +11,7 @@ from perilune.data.leaks import PHRASES
 from perilune.errors import RequestError
 from perilune.extensions import CodeFile, CodeReference
 from perilune.frozen import Frozen
+from perilune.tasks.stage.bounds import MAX_SAMPLES, MAX_TASKS
 from perilune.tasks.stage.memory_plan import plan_sampling_memory
 from perilune.tasks.stage.sampling import SamplingSpec
 from perilune.tasks.stage.stage import Stage
@@ -37,8 +38,10 @@ class RejectionSamplingSpec(SamplingSpec):
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="stage whose checkpoint samples")
     system: str = Field("", description="system message while sampling; the traces don't contain it")
-    tasks: int = Field(1024, ge=1, le=1_000_000, description="training tasks to answer")
-    samples: int = Field(4, ge=1, le=4096, description="answers per task; the most likely right one is kept")
+    tasks: int = Field(1024, ge=1, le=MAX_TASKS, description="training tasks to answer")
+    samples: int = Field(
+        4, ge=1, le=MAX_SAMPLES, description="answers per task; the most likely right one is kept"
+    )
     ngram: int = Field(8, ge=2, description="consecutive characters copied from `system` that make a leak")
     phrases: tuple[str, ...] = Field(PHRASES, description="phrases about instructions that make a leak too")
     min_logprob: float | None = Field(
@@ -52,9 +55,9 @@ class PairsSpec(SamplingSpec):
     """Fields of a pairs stage."""
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="stage whose checkpoint samples")
-    tasks: int = Field(512, ge=1, le=1_000_000, description="training tasks to answer")
+    tasks: int = Field(512, ge=1, le=MAX_TASKS, description="training tasks to answer")
     skip: int = Field(0, ge=0, description="training tasks to skip first")
-    samples: int = Field(8, ge=2, le=4096, description="answers per task")
+    samples: int = Field(8, ge=2, le=MAX_SAMPLES, description="answers per task")
     pairs_per_task: int = Field(1, ge=1, description="maximum pairs of one task; an answer is in at most one")
     gap: float = Field(0.5, gt=0, description="smallest difference of rewards in a pair")
     most_alike: float = Field(

@@ -14,6 +14,7 @@ from perilune.learn.training_settings import LearnerSettings
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.memory import added_by_distillation, base_bytes
 from perilune.plural import plural
+from perilune.tasks.stage.bounds import MAX_SAMPLES, MAX_TASKS
 from perilune.tasks.stage.defaults import ForgettingSpec
 from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
 from perilune.tasks.stage.memory_plan import CacheSettings, StageMemory, model_config, plan_stage_memory
@@ -45,8 +46,8 @@ class DistillSpec(EvaluatedSpec, LearnerSettings, SamplingSpec, ForgettingSpec):
     )
     on_policy: float = Field(1.0, ge=0, le=1, description="share of steps on the student's own answers")
     steps: int = Field(100, ge=1, description="optimizer steps")
-    prompts: int = Field(32, ge=1, le=1_000_000, description="tasks per step")
-    samples: int = Field(4, ge=1, le=4096, description="answers per task")
+    prompts: int = Field(32, ge=1, le=MAX_TASKS, description="tasks per step")
+    samples: int = Field(4, ge=1, le=MAX_SAMPLES, description="answers per task")
     final_lr: float = Field(0.1, ge=0, le=1, description="final learning rate / peak; 1 is constant")
 
     @model_validator(mode="after")

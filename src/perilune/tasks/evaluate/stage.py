@@ -12,6 +12,7 @@ from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
 from perilune.frozen import Frozen
 from perilune.plural import plural
+from perilune.tasks.stage.bounds import MAX_SAMPLES, MAX_TASKS
 from perilune.tasks.stage.custom_metrics import CustomMetrics, CustomMetricsField
 from perilune.tasks.stage.memory_plan import model_config, plan_sampling_memory, planned_episode_tokens
 from perilune.tasks.stage.sampling import EngineField, RecordingSpec, ServerSpec, check_server
@@ -39,8 +40,8 @@ class EvaluateSpec(RecordingSpec):
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(
         description="stage whose checkpoint to evaluate"
     )
-    tasks: int = Field(128, ge=1, le=1_000_000, description="held-out tasks")
-    samples: int = Field(8, ge=1, le=4096, description="samples per task, for pass@k up to this k")
+    tasks: int = Field(128, ge=1, le=MAX_TASKS, description="held-out tasks")
+    samples: int = Field(8, ge=1, le=MAX_SAMPLES, description="samples per task, for pass@k up to this k")
     sampling: SamplingOptions = Field(
         SamplingOptions(), description="restricts sampling to likely tokens, as model cards recommend"
     )

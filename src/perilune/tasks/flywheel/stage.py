@@ -9,6 +9,7 @@ from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
 from perilune.learn.training_settings import LearnerSettings
 from perilune.models.config.decoder_config import DecoderConfig
+from perilune.tasks.stage.bounds import MAX_SAMPLES, MAX_TASKS
 from perilune.tasks.stage.defaults import ForgettingSpec
 from perilune.tasks.stage.memory_plan import (
     CacheSettings,
@@ -29,11 +30,13 @@ class FlywheelSpec(TrainingSpec, LearnerSettings, SamplingSpec, ForgettingSpec):
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="checkpoint to start from")
     steps: int = Field(4, ge=1, description="maximum rounds; the stage stops after a round without a gain")
-    tasks: int = Field(1024, ge=1, le=1_000_000, description="new training tasks per round")
-    samples: int = Field(4, ge=1, le=4096, description="answers per task; the most likely right one is kept")
+    tasks: int = Field(1024, ge=1, le=MAX_TASKS, description="new training tasks per round")
+    samples: int = Field(
+        4, ge=1, le=MAX_SAMPLES, description="answers per task; the most likely right one is kept"
+    )
     updates: int = Field(100, ge=1, description="optimizer steps per round, on the traces of all rounds")
-    batch_size: int = Field(64, ge=1, le=1_000_000, description="traces per optimizer step")
-    heldout: int = Field(256, ge=2, le=1_000_000, description="held-out tasks to evaluate each round on")
+    batch_size: int = Field(64, ge=1, le=MAX_TASKS, description="traces per optimizer step")
+    heldout: int = Field(256, ge=2, le=MAX_TASKS, description="held-out tasks to evaluate each round on")
     save_every: int = Field(1, ge=1, description="rounds between checkpoints to resume from")
 
     def memory_plan(self, config: DecoderConfig, longest: int, device: str) -> StageMemory:

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from perilune.environments.core.registry import family_field, make_environment
 from perilune.frozen import Frozen
+from perilune.tasks.stage.bounds import MAX_SAMPLES, MAX_TASKS
 
 PASSAGES = 24  # passages of the text that ships with the package
 EXAMPLES = 3  # solved examples before each task of another environment
@@ -21,9 +22,9 @@ class ForgettingSettings(Frozen):
         description="environments for pass@1, with their families; the trained one is left out",
     )
     tasks: int = Field(
-        16, ge=0, le=1_000_000, description="held-out tasks of each, and for the KL to the start; 0: none"
+        16, ge=0, le=MAX_TASKS, description="held-out tasks of each, and for the KL to the start; 0: none"
     )
-    samples: int = Field(2, ge=1, le=4096, description="answers per task")
+    samples: int = Field(2, ge=1, le=MAX_SAMPLES, description="answers per task")
     max_tokens: int = Field(64, ge=1, description="maximum tokens of these answers")
 
     def sections(self, own: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
 from perilune.learn.process_rewards import AnswerValues, ProcessRewardField
+from perilune.tasks.stage.bounds import MAX_SAMPLES, MAX_TASKS
 from perilune.tasks.stage.memory_plan import CacheSettings, model_config, plan_stage_memory
 from perilune.tasks.stage.sampling import SamplingSpec
 from perilune.tasks.stage.stage import Stage
@@ -21,8 +22,8 @@ class CalibrateSpec(SamplingSpec):
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(
         description="stage whose checkpoint samples and gives the values"
     )
-    tasks: int = Field(64, ge=2, le=1_000_000, description="held-out tasks")
-    samples: int = Field(4, ge=1, le=4096, description="answers per task")
+    tasks: int = Field(64, ge=2, le=MAX_TASKS, description="held-out tasks")
+    samples: int = Field(4, ge=1, le=MAX_SAMPLES, description="answers per task")
     continuations: int = Field(16, ge=2, description="continuations sampled from each prefix of an answer")
     process_rewards: ProcessRewardField = Field(
         AnswerValues(), description="process rewards to calibrate: `answer`, or a section with that name"

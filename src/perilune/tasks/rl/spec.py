@@ -16,6 +16,7 @@ from perilune.models.memory import base_bytes
 from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings, default_corrections
 from perilune.tasks.rl.auxiliary_rewards import AuxiliaryRewards
 from perilune.tasks.rl.curriculum_settings import CurriculumSettings
+from perilune.tasks.stage.bounds import MAX_SAMPLES, MAX_TASKS
 from perilune.tasks.stage.custom_metrics import CustomMetricsField
 from perilune.tasks.stage.defaults import ForgettingSpec
 from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
@@ -34,8 +35,8 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="checkpoint to start from")
     steps: int = Field(100, ge=1, description="training steps; each samples a batch of episodes")
-    prompts: int = Field(32, ge=1, le=1_000_000, description="tasks per step")
-    samples: int = Field(8, ge=1, le=4096, description="episodes per task: the size of a group")
+    prompts: int = Field(32, ge=1, le=MAX_TASKS, description="tasks per step")
+    samples: int = Field(8, ge=1, le=MAX_SAMPLES, description="episodes per task: the size of a group")
     reward_model: Annotated[str | None, Consumes("reward_model")] = Field(
         None,
         description="stage whose reward model gives the reward; the verifier's score is then only recorded",

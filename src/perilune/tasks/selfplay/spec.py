@@ -7,6 +7,7 @@ from pydantic import Field
 
 from perilune.frozen import Frozen
 from perilune.tasks.rl.spec import RLSpec
+from perilune.tasks.stage.bounds import MAX_TASKS
 
 
 class LeagueSettings(Frozen):
@@ -20,7 +21,7 @@ class LeagueSettings(Frozen):
     choice: Literal["uniform", "prioritised"] = Field(
         "prioritised", description="draw members uniformly, or prefer those that are hard to beat"
     )
-    games: int = Field(64, ge=2, le=1_000_000, description="games of each match that evaluates a member")
+    games: int = Field(64, ge=2, le=MAX_TASKS, description="games of each match that evaluates a member")
     magnet: Literal["initial", "newest"] = Field(
         "initial",
         description="reference policy of `kl`: the initial policy, or the newest member, which moves every"
@@ -35,7 +36,7 @@ class SelfPlaySpec(RLSpec):
     """Fields of a selfplay stage."""
 
     steps: int = Field(256, ge=1, description="training steps; each plays a batch of games")
-    prompts: int = Field(8, ge=1, le=1_000_000, description="tasks per step")
+    prompts: int = Field(8, ge=1, le=MAX_TASKS, description="tasks per step")
     league: LeagueSettings = Field(LeagueSettings(), description="earlier policies to play against")
 
     def _conflicts(self) -> Iterator[str]:

@@ -14,6 +14,7 @@ from perilune.errors import RequestError
 from perilune.frozen import Frozen
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.plural import plural
+from perilune.tasks.stage.bounds import MAX_SAMPLES, MAX_TASKS
 from perilune.tasks.stage.memory_plan import planned_episode_tokens
 from perilune.tasks.stage.retention import TrainingSpec
 from perilune.tasks.stage.sampling import SamplingSpec
@@ -32,9 +33,9 @@ class EvaluationSettings(Frozen):
         10, ge=1, description="steps between evaluations; one more before the first step and after the last"
     )
     tasks: int = Field(
-        64, ge=0, le=1_000_000, description="held-out tasks of each set; 0: only held-out data"
+        64, ge=0, le=MAX_TASKS, description="held-out tasks of each set; 0: only held-out data"
     )
-    samples: int = Field(4, ge=1, le=4096, description="answers per task")
+    samples: int = Field(4, ge=1, le=MAX_SAMPLES, description="answers per task")
     max_tokens: int | None = Field(
         None,
         ge=1,

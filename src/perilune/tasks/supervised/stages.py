@@ -13,6 +13,7 @@ from perilune.bundle.plugin import Consumes, file_fields
 from perilune.frozen import Frozen
 from perilune.learn.training_settings import LearnerSettings, OptimizerSettings
 from perilune.plural import plural
+from perilune.tasks.stage.bounds import MAX_TASKS
 from perilune.tasks.stage.defaults import ForgettingSpec
 from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
 from perilune.tasks.stage.memory_plan import CacheSettings, StageMemory, model_config, plan_stage_memory
@@ -58,7 +59,7 @@ class SFTSpec(EvaluatedSpec, LearnerSettings, ForgettingSpec, RowSpec):
         description="stage whose traces to train on, or a file or folder of your own"
     )
     steps: int = Field(300, ge=1, description="optimizer steps")
-    batch_size: int = Field(64, ge=1, le=1_000_000, description="traces per step")
+    batch_size: int = Field(64, ge=1, le=MAX_TASKS, description="traces per step")
     warmup: int = Field(20, ge=0, description="optimizer steps of linear warm-up")
     final_lr: float = Field(0.1, ge=0, le=1, description="final learning rate / peak; 1 is constant")
     save_every: int = Field(100, ge=1, description="steps between checkpoints to resume from")
@@ -82,7 +83,7 @@ class PairTrainingSpec(TrainingSpec, OptimizerSettings, RowSpec):
         description="stage whose pairs to train on, or a file or folder of your own"
     )
     steps: int = Field(100, ge=1, description="optimizer steps")
-    batch_size: int = Field(32, ge=1, le=1_000_000, description="pairs per step")
+    batch_size: int = Field(32, ge=1, le=MAX_TASKS, description="pairs per step")
     validation: float = Field(0.1, ge=0, lt=1, description="share of tasks whose pairs are held out")
     validate_every: int = Field(20, ge=1, description="steps between validations on the held-out pairs")
     final_lr: float = Field(0.1, ge=0, le=1, description="final learning rate / peak; 1 is constant")
