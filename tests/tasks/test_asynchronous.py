@@ -76,6 +76,14 @@ def test_run_replays_the_schedule_of_another_run(free: Path, tmp_path: Path) -> 
     assert compare_artifacts(free, run_in(following(free, tmp_path / "again"))) == []
 
 
+def test_tokens_per_second_count_the_whole_step(free: Path) -> None:
+    """The learner waits only for what is not ready yet, so tokens per second of waiting mean nothing."""
+    for line in read_json_lines(free / "artifacts" / "timings.jsonl"):
+        seconds = sum(line[part] for part in ("sampling", "scoring", "learning", "other"))
+        masks = episodes(free, f"step-{line['step']:06d}.parquet").loss_mask
+        assert line["tokens_per_second"] == pytest.approx(sum(map(sum, masks)) / seconds, rel=0.01)
+
+
 @pytest.mark.thorough
 def test_killed_run_replays_its_schedule_after_resume(free: Path, tmp_path: Path) -> None:
     attempt = following(free, tmp_path / "0")

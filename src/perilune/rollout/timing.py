@@ -16,6 +16,7 @@ class Stopwatch:
     learning: float = 0.0
     process_rewards: float = 0.0
     tokens: int = 0
+    overlapped: bool = False  # whether other processes sample during the whole step
     started: float = field(default_factory=time.perf_counter)
     _processor_began: float = field(default_factory=time.process_time)
 
@@ -34,11 +35,14 @@ class Stopwatch:
     def figures(self) -> dict[str, float]:
         """Return the line for `Workspace.timing`: seconds of each part, and sampled tokens per second.
 
+        Where rollouts overlap with training, `sampling` is only the time that the learner waited, so
+        `tokens_per_second` counts the seconds of the whole step.
         `processor` is the CPU time of this process. Other load on the machine does not change it, so compare
         the arms of an experiment by it. Scoring runs in a separate process and is not included.
         `process_rewards`, when present, is the part of `other` spent on process rewards.
         """
         busy = self.sampling + self.scoring + self.learning
+        sampled = self.elapsed if self.overlapped else self.sampling
         return {
             "sampling": self.sampling,
             "scoring": self.scoring,
@@ -46,5 +50,5 @@ class Stopwatch:
             "other": max(self.elapsed - busy, 0.0),
             **({"process_rewards": self.process_rewards} if self.process_rewards else {}),
             "processor": time.process_time() - self._processor_began,
-            "tokens_per_second": self.tokens / self.sampling if self.sampling else 0.0,
+            "tokens_per_second": self.tokens / sampled if sampled else 0.0,
         }

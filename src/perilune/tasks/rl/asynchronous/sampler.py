@@ -95,6 +95,7 @@ class AsynchronousSampler(GroupSource):
         """Publish the learner's weights, admit groups, and wait for those of a step."""
         self._publish()
         self._admit(admission_limit(self._settings, self._spec.prompts, step - 1, self._spec.steps))
+        watch.overlapped = True
         with watch.measure("sampling"):
             batch = self._take(step)
         groups = [group for _, finished in batch.values() for group in finished.groups]
