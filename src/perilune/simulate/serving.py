@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from multiprocessing import get_context
@@ -32,6 +33,7 @@ from perilune.simulate.offload import OffloadTimes, SimulatedOffloadStore
 from perilune.simulate.step_cost import StepTimes, StepWork
 
 Tokens = NDArray[np.int32]
+Report = Callable[[int, int], None]  # of progress: replicas done, and all of them
 TOKENS_PER_HASH = 512  # tokens of a prompt for each of the trace's `hash_ids`
 MAX_REQUESTS = 10_000_000  # of drawn arrivals
 MAX_SECONDS = 1e10  # timestamps up to the year 2286, with a precision of microseconds
@@ -268,6 +270,7 @@ def serve(
     prefill: int = 0,
     autoscaling: Autoscaling | None = None,
     jobs: int = 1,
+    report: Report = lambda done, count: None,
 ) -> Fleet:
     """Serve a trace.
 
@@ -275,7 +278,8 @@ def serve(
         replica: each replica of the fleet, of which there are `replica.machines.replicas`.
         prefill: replicas that only compute prompts; 0 has every replica do both.
         autoscaling: starts and releases replicas; by default all serve all the time.
-        jobs: processes that simulate replicas.
+        jobs: processes that simulate replicas. They do not change the result.
+        report: called with the number of simulated replicas and of all replicas.
 
     Raises:
         RequestError: when the weights or a request do not fit, or no replica is left to decode.
@@ -301,24 +305,26 @@ def serve(
         )
     _check_longest(arrivals, replica)
     if prefill:
-        return _serve_disaggregated(replica, arrivals, prefill, jobs)
+        return _serve_disaggregated(replica, arrivals, prefill, jobs, report)
     requests = [_RoutedRequest(arrival.time, arrival, arrival.output) for arrival in arrivals]
     if autoscaling is None:
-        return _simulate_replicas(replica, _split_round_robin(requests, count), jobs)
+        return _simulate_replicas(replica, _split_round_robin(requests, count), jobs, report)
     scaled = assign_replicas(autoscaling, [arrival.time for arrival in arrivals], count)
     shares: dict[int, list[_RoutedRequest]] = {}
     for number, sent in zip(scaled.replica_of, requests, strict=True):
         shares.setdefault(number, []).append(sent)
-    fleet = _simulate_replicas(replica, list(shares.values()), jobs)
+    fleet = _simulate_replicas(replica, list(shares.values()), jobs, report)
     fleet.scaled = scaled
     return fleet
 
 
-def _serve_disaggregated(replica: Replica, arrivals: Sequence[Arrival], prefill: int, jobs: int) -> Fleet:
+def _serve_disaggregated(
+    replica: Replica, arrivals: Sequence[Arrival], prefill: int, jobs: int, report: Report
+) -> Fleet:
     """Serve a trace with `prefill` replicas that compute prompts, and the others that decode."""
     model, decoding = replica.model, replica.machines.replicas - prefill
     prompts = [_RoutedRequest(arrival.time, arrival, 1) for arrival in arrivals]
-    fleet = _simulate_replicas(replica, _split_round_robin(prompts, prefill), jobs)
+    fleet = _simulate_replicas(replica, _split_round_robin(prompts, prefill), jobs, report)
     prompted, fleet.served = fleet.served, []
     fleet.served += [request for request in prompted if request.arrival.output == 1]
     received = [
@@ -332,22 +338,25 @@ def _serve_disaggregated(replica: Replica, arrivals: Sequence[Arrival], prefill:
         if request.arrival.output > 1
     ]
     received.sort(key=lambda request: (request.time, request.arrival.number))
-    decoded = _simulate_replicas(replica, _split_round_robin(received, decoding), jobs)
+    decoded = _simulate_replicas(replica, _split_round_robin(received, decoding), jobs, report)
     decoded.counts["computed"] = decoded.counts["cached"] = 0  # prompts count where they are computed
     fleet.add(decoded)
     return fleet
 
 
-def _simulate_replicas(replica: Replica, shares: Sequence[Sequence[_RoutedRequest]], jobs: int) -> Fleet:
+def _simulate_replicas(
+    replica: Replica, shares: Sequence[Sequence[_RoutedRequest]], jobs: int, report: Report
+) -> Fleet:
     """Simulate all replicas in `jobs` processes."""
-    fleet = Fleet()
-    if jobs == 1 or len(shares) == 1:
-        for share in shares:
-            fleet.add(replica.serve(share))
-        return fleet
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        for part in pool.map(replica.serve, shares, chunksize=max(1, len(shares) // (4 * jobs))):
+    fleet, count = Fleet(), len(shares)
+    with ExitStack() as stack:
+        parts: Iterable[Fleet] = map(replica.serve, shares)
+        if min(jobs, count) > 1:
+            pool = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=get_context("spawn")))
+            parts = pool.map(replica.serve, shares, chunksize=max(1, count // (16 * jobs)))
+        for done, part in enumerate(parts, 1):
             fleet.add(part)
+            report(done, count)
     return fleet
 
 

@@ -67,7 +67,9 @@ def simulate_serving(
     ttft: Annotated[float, typer.Option(min=0, help="Goodput: limit of seconds to first token.")] = 1.0,
     tpot: Annotated[float, typer.Option(min=0, help="Goodput: limit of seconds per further token.")] = 0.05,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the poisson requests.")] = 0,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes that simulate replicas.")] = 1,
+    jobs: Annotated[
+        int, typer.Option(min=0, help="Processes that simulate replicas. 0: one for each CPU core.")
+    ] = 0,
     page: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write a page with the figures and charts.")
     ] = None,
@@ -84,6 +86,9 @@ def simulate_serving(
     perilune simulate-serving my-model --requests trace.jsonl --machines 16xL4@0.80 --autoscale 2:4:120
     perilune simulate-serving my-model --requests trace.jsonl --machines 4xL4 --offload-memory 64
     """
+    from rich.console import Console
+
+    from perilune.bundle.machine import usable_threads
     from perilune.cli.inspect.model_card import config_file
     from perilune.cli.train.simulation_page import render_simulation, serving_figures
     from perilune.files import read_json, write_atomic
@@ -97,7 +102,15 @@ def simulate_serving(
     arrivals = _arrivals(requests, seed)
     scaling = Autoscaling.parse(autoscale) if autoscale else None
     replica = Replica(fleet, card, slots, _offload(offload_memory, offload_disk))
-    served = serve(replica, arrivals, prefill=prefill, autoscaling=scaling, jobs=jobs)
+    with Console(stderr=True).status("Simulating") as status:
+        served = serve(
+            replica,
+            arrivals,
+            prefill=prefill,
+            autoscaling=scaling,
+            jobs=jobs or usable_threads(),
+            report=lambda done, count: status.update(f"Simulated {done:,} of {count:,} replicas"),
+        )
     summary = summarize_fleet(served, fleet, ttft=ttft, tpot=tpot)
     document = {"machines": machines, "prefill_replicas": prefill, "basis": ASSUMPTIONS, **summary}
     lead, figures = _describe_fleet(document, fleet.replicas), list(_figures(document, (ttft, tpot)))
