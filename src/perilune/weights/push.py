@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import httpx
 
 from perilune.errors import RequestError, WorkFailedError
-from perilune.files import sha256_file
+from perilune.files import read_json, sha256_file
 from perilune.models.adapters.files import CONFIG
 from perilune.weights.checkpoint import load_tensors
 from perilune.weights.delta import CopyComparison, Update, WeightWriter
@@ -131,8 +131,24 @@ class VLLMServer:
             adapter = {"lora_name": folder.name, "lora_path": path, "load_inplace": True}
             self._http.exchange("POST", "/v1/load_lora_adapter", adapter)
         else:
+            self._check_output_weights(folder)
             self._reload(path)
         return PushResult("vllm", None, 0, 1.0, time.monotonic() - began)
+
+    def _check_output_weights(self, folder: Path) -> None:
+        """Refuse tied embeddings on a CPU, where vLLM 0.32 keeps its packed old output weights."""
+        if not read_json(folder / "config.json").get("tie_word_embeddings", False):
+            return
+        try:
+            info = self._http.exchange("GET", "/server_info?config_format=json", None)
+        except RequestError:  # older versions of vLLM cannot describe themselves
+            return
+        if info["vllm_config"]["device_config"]["device"] == "cpu":
+            raise RequestError(
+                "vLLM on a CPU would keep the old output weights of this model (tied embeddings)",
+                where=str(folder),
+                remedy="restart vLLM with the checkpoint, or use perilune serve --weight-updates",
+            )
 
     def _reload(self, path: str) -> None:
         self._http.exchange("POST", "/pause?mode=keep", {})
