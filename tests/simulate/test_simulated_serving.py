@@ -1,10 +1,14 @@
 """A simulated serving fleet: latencies, shared prefixes, disaggregated prefill, autoscaling and cost."""
 
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -184,3 +188,17 @@ def test_simulate_serving_is_reproducible_and_refuses_too_long_requests(tmp_path
     for requests, problem in refusals:
         refused = CliRunner().invoke(app, [*words, "--requests", requests])
         assert isinstance(refused.exception, RequestError) and problem in str(refused.exception)
+
+
+def test_processes_end_with_a_killed_simulation(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["large"].to_hf()))
+    words = ["simulate-serving", str(tmp_path), "--machines", "64xL4", "--jobs", "2"]
+    program = [sys.executable, "-m", "perilune.cli.main", *words, "--requests", "poisson:640:600:50:10"]
+    parent = psutil.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while len(children := parent.children()) < 3:  # two for replicas, and multiprocessing's resource tracker
+        assert parent.poll() is None
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    gone, alive = psutil.wait_procs(children, timeout=60)
+    assert len(gone) == 3 and not alive

@@ -8,6 +8,7 @@ the keys and values to decode replicas.
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 
 from perilune.engine.offload import OffloadSettings
 from perilune.errors import RequestError
+from perilune.execution.processes import die_with_parent
 from perilune.files import finite_number, read_regular
 from perilune.models.card.model_card import ModelCard
 from perilune.models.memory import DEFAULT_TOKEN_BUDGET
@@ -352,7 +354,9 @@ def _simulate_replicas(
     with ExitStack() as stack:
         parts: Iterable[Fleet] = map(replica.serve, shares)
         if min(jobs, count) > 1:
-            pool = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=get_context("spawn")))
+            pool = stack.enter_context(
+                ProcessPoolExecutor(jobs, get_context("spawn"), die_with_parent, (os.getpid(),))
+            )
             parts = pool.map(replica.serve, shares, chunksize=max(1, count // (16 * jobs)))
         for done, part in enumerate(parts, 1):
             fleet.add(part)
