@@ -18,6 +18,7 @@ from perilune.errors import REPORT_BUG, WorkFailedError
 from perilune.learn.batch import PackedBatch
 from perilune.learn.replay import RouteReplay, pack_routes
 from perilune.learn.trainer import Learner, token_logprobs
+from perilune.metrics.rounding import Rounding
 from perilune.models.adapters.lora import adapter_pairs, without_adapter
 from perilune.models.decoder import Decoder
 from perilune.rollout.groups import Groups
@@ -43,11 +44,13 @@ class LogprobChecker:
         learner: the learner before the step's updates.
         draws_are_known: whether the episode's id determines the random numbers of its first turn; true in
             environments with one player.
+        rounding: bounds on the differences to a server that samples; None for those of the learner's device.
     """
 
     learner: Learner
     temperature: float
     draws_are_known: bool = False
+    rounding: Rounding | None = None
 
     def check_sampler(self, groups: Groups, step: int) -> None:
         """Rescore a few episodes of the learner's version, one sequence at a time.
@@ -66,7 +69,8 @@ class LogprobChecker:
         for episode in current[step % stride :: stride][:EPISODES_PER_STEP]:
             expected, first = _rescore(self.learner.decoder, episode, self.temperature)
             actual = episode.logprobs[episode.loss_mask]
-            if not plain_rounding(self.learner.decoder).allows(_gaps(actual, expected)):
+            rounding = self.rounding or plain_rounding(self.learner.decoder)
+            if not rounding.allows(_gaps(actual, expected)):
                 raise self._error(_max_gap(actual, expected), episode, actual, "sampler", step)
             if self.draws_are_known and episode.group_id.count("/") == 1:  # of no further player or agent
                 self._check_draws(episode, first)
@@ -158,7 +162,7 @@ class LogprobChecker:
                 remedy=REPORT_BUG,
             )
         mean, divergence = figures.get("logprob_gap_mean", 0.0), figures.get("logprob_gap_kl", 0.0)
-        if rounding.allows_statistics(gap, mean, divergence):
+        if (self.rounding or rounding).allows_statistics(gap, mean, divergence):
             return
         by_id = {episode.episode_id: episode for group in groups for episode in group}
         gaps = [
@@ -186,7 +190,7 @@ class LogprobChecker:
         reason = explain_mismatch(episode, logprobs, decoder, self.temperature, whose)
         return WorkFailedError(
             f"sampler and learner differ by up to {gap:.3g} nats on the same weights, and"
-            f" {rounding_of(decoder)}; {reason}",
+            f" {self.rounding or rounding_of(decoder)}; {reason}",
             where=f"step {step + 1}, episode {episode.episode_id}",
             remedy=REPORT_BUG,
         )

@@ -21,6 +21,7 @@ from perilune.tasks.rl.asynchronous.sampler import AsynchronousSampler
 from perilune.tasks.rl.metrics import StepRecorder
 from perilune.tasks.rl.opponents import NoOpponents
 from perilune.tasks.rl.sampling import GroupSampler, GroupSource
+from perilune.tasks.rl.server import ServerSampler
 from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.rl.update import PolicyUpdater
 from perilune.tasks.stage.custom_metrics import CustomMetrics
@@ -58,7 +59,7 @@ def run(
                 spec,
                 spec.memory_plan,
                 record_routes=spec.routing_replay,
-                backend=spec.engine.runner() if spec.engine else None,
+                backend=spec.openvino.runner() if spec.openvino else None,
             )
         )
         player = _extend_rollouts(spec, opened)
@@ -127,9 +128,11 @@ def _extend_rollouts(spec: RLSpec, player: Player) -> Player:
 
 
 def _make_source(spec: RLSpec, player: Player, opponents: NoOpponents, learner: Learner) -> GroupSource:
-    if spec.asynchronous is None:
-        return GroupSampler(spec, player, opponents.rollouts, learner.memory)
-    return AsynchronousSampler(spec, player, learner)
+    if spec.asynchronous is not None:
+        return AsynchronousSampler(spec, player, learner)
+    if spec.server is not None:
+        return ServerSampler(spec, spec.server, player, learner)
+    return GroupSampler(spec, player, opponents.rollouts, learner.memory)
 
 
 def _make_learner(spec: RLSpec, player: Player) -> Learner:

@@ -27,7 +27,7 @@ from perilune.tasks.stage.memory_plan import (
     StageMemory,
     plan_stage_memory,
 )
-from perilune.tasks.stage.sampling import OpenVinoField, RecordingSpec
+from perilune.tasks.stage.sampling import OpenVinoSpec, RecordingSpec, TrainedServerSpec, TrainingEngineField
 
 
 class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, ForgettingSpec):
@@ -66,8 +66,8 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
     train_sub_agents: bool = Field(
         False, description="train on the turns of sub-agents too, each with the reward of its episode"
     )
-    engine: OpenVinoField = Field(
-        None, description="sampling engine: openvino, or null for Perilune's own engine"
+    engine: TrainingEngineField = Field(
+        None, description="sampling engine: openvino, a server, or null for Perilune's own engine"
     )
     asynchronous: AsynchronousSettings | None = Field(
         None, description="sample in separate processes while training; {} uses the defaults"
@@ -79,10 +79,20 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
         return self.kl > 0 or "deviation" in self.algorithm.needs
 
     @property
+    def server(self) -> TrainedServerSpec | None:
+        """The server that samples, if one does."""
+        return self.engine if isinstance(self.engine, TrainedServerSpec) else None
+
+    @property
+    def openvino(self) -> OpenVinoSpec | None:
+        """The settings of OpenVINO, if it computes the engine's steps."""
+        return self.engine if isinstance(self.engine, OpenVinoSpec) else None
+
+    @property
     def max_samples(self) -> int:
-        """Most answers that are sampled together, in training or evaluation."""
-        evaluated = self.eval.tasks * self.eval.samples if self.eval else 0
-        return max(self.prompts * self.samples, evaluated)
+        """Most answers that this process samples together, in training or evaluation."""
+        evaluated = self.eval.tasks * self.eval.samples if self.eval else 1
+        return evaluated if self.server else max(self.prompts * self.samples, evaluated)
 
     def memory_plan(self, config: DecoderConfig, longest: int, device: str) -> StageMemory:
         """Return the memory plan for episodes of at most `longest` tokens after the prompt."""
@@ -139,6 +149,7 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
     def _conflicts(self) -> Iterator[str]:
         """Yield a sentence with a remedy for fields that do not work together."""
         yield from self._asynchronous_conflicts()
+        yield from self._server_conflicts()
         if self.verifier_weight and self.reward_model is None:
             yield "verifier_weight needs reward_model: without one, the verifier's score is the reward"
         yield from self._sub_agent_conflicts()
@@ -160,6 +171,17 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
                 "asynchronous.keep_sent is false, and only one update can be reversed."
                 " Keep the copy, or set updates_per_batch and epochs_per_batch to 1"
             )
+
+    def _server_conflicts(self) -> Iterator[str]:
+        others = {
+            "asynchronous": self.asynchronous is not None,
+            "routing_replay": self.routing_replay,
+            "top_logprobs": self.top_logprobs > 0,
+            "sub-agents": self.train_sub_agents or self.sub_agent_checkpoint is not None,
+            "process_rewards": self.process_rewards is not None,
+        }
+        if self.server and (found := [name for name, is_set in others.items() if is_set]):
+            yield f"engine is a server, which does not work with {found[0]} yet. Remove one of them"
 
     def _sub_agent_conflicts(self) -> Iterator[str]:
         others = {

@@ -12,6 +12,7 @@ from perilune.plural import plural
 from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.stage.custom_metrics import CustomMetrics
 from perilune.tasks.stage.memory_plan import model_config, planned_episode_tokens
+from perilune.tasks.stage.sampling import check_server
 from perilune.tasks.stage.stage import Stage, training_plan
 
 Spec = TypeVar("Spec", bound=RLSpec)
@@ -44,6 +45,9 @@ class ReinforcementStage(Stage[Spec]):
         _check_verdicts(spec, job)
         if spec.asynchronous is not None:
             _check_asynchronous(job)
+        if spec.server is not None:
+            check_server(spec.server, job)
+            _check_one_process(job, "engine", "a server samples for one learner process")
         CustomMetrics(spec.metrics)  # refuses functions that cannot be loaded
         config = model_config(job)
         if spec.routing_replay and config.experts is None:
@@ -63,7 +67,8 @@ class ReinforcementStage(Stage[Spec]):
             "algorithm": f"{_describe_algorithm(spec.algorithm)}; updates per step:"
             f" {spec.updates_per_batch * spec.epochs_per_batch}; kl {spec.kl:g}",
             **({"curriculum": spec.curriculum.describe()} if spec.curriculum else {}),
-            **({"engine": f"OpenVINO on {spec.engine.device}"} if spec.engine else {}),
+            **({"engine": f"OpenVINO on {spec.openvino.device}"} if spec.openvino else {}),
+            **({"engine": f"{spec.server.url}, which gets the weights of each step"} if spec.server else {}),
             **({"asynchronous": spec.asynchronous.describe()} if spec.asynchronous else {}),
             **({"routing": "replayed in training"} if spec.routing_replay else {}),
             **({"auxiliary rewards": spec.auxiliary_rewards.describe()} if spec.auxiliary_rewards else {}),
@@ -96,18 +101,22 @@ def _check_verdicts(spec: RLSpec, job: Job) -> None:
 def _check_asynchronous(job: Job) -> None:
     """Check that the job's rollouts can run in processes of their own."""
     where = f"stages.{job.stage}.asynchronous"
-    if job.resources.processes * job.resources.nodes > 1:
-        raise RequestError(
-            "asynchronous training has one learner process",
-            where=where,
-            remedy="use one process on one machine; `workers` sets the number of rollout processes",
-        )
+    _check_one_process(job, "asynchronous", "asynchronous training has one learner process")
     settings = job.spec["asynchronous"]
     if job.secrets and settings["ray"] is not None:
         raise RequestError(
             f"rollout processes on a Ray cluster cannot be given secrets: {', '.join(job.secrets)}",
             where=f"{where}.ray",
             remedy="remove ray, and sample on the machine of the stage",
+        )
+
+
+def _check_one_process(job: Job, key: str, reason: str) -> None:
+    if job.resources.processes * job.resources.nodes > 1:
+        raise RequestError(
+            reason,
+            where=f"stages.{job.stage}.{key}",
+            remedy="set resources.processes and resources.nodes to 1",
         )
 
 

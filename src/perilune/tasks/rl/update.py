@@ -47,8 +47,12 @@ def stall_timeout(tokens: int, limit: float, slowest: float | None) -> float:
 
 
 def off_policy_settings(spec: RLSpec, exact: bool) -> OffPolicySettings:
-    """Return the off-policy corrections of a run; `exact` if engine and learner give the same bits."""
-    return spec.off_policy or (OffPolicySettings() if exact else TRUNCATED_WEIGHTS)
+    """Return the off-policy corrections of a run.
+
+    Args:
+        exact: whether Perilune's own engine and the learner give the same bits.
+    """
+    return spec.off_policy or (OffPolicySettings() if exact and not spec.server else TRUNCATED_WEIGHTS)
 
 
 def required_signals(spec: RLSpec, off_policy: OffPolicySettings) -> set[Signal]:
@@ -80,12 +84,16 @@ class PolicyUpdater:
         draws_are_known: bool = False,
     ) -> None:
         self._spec, self._learner, self._reference = spec, learner, reference
-        exact = is_exact(learner.decoder)
-        self._token_limit_s = CPU_TOKEN_LIMIT_S if exact else GPU_TOKEN_LIMIT_S
+        self._token_limit_s = CPU_TOKEN_LIMIT_S if is_exact(learner.decoder) else GPU_TOKEN_LIMIT_S
         self._slowest_token_s: float | None = None
-        self._off_policy = off_policy_settings(spec, exact)
+        self._off_policy = off_policy_settings(spec, is_exact(learner.decoder))
         self._max_episode_tokens = max_episode_tokens or spec.max_tokens
-        self._logprobs = LogprobChecker(learner, spec.temperature, draws_are_known)
+        self._logprobs = LogprobChecker(
+            learner,
+            spec.temperature,
+            draws_are_known and spec.server is None,
+            spec.server.rounding if spec.server else None,
+        )
         self._optimizer = OptimizerChecker(learner, spec, getattr(spec.algorithm, "critic_lr", None))
 
     def update(self, groups: Groups, step: int) -> tuple[list[WeightedGroup], dict[str, float]]:

@@ -43,6 +43,8 @@ class SelfPlaySpec(RLSpec):
         yield from super()._conflicts()
         if self.asynchronous is not None:
             yield "selfplay cannot sample asynchronously against a league yet. Remove asynchronous"
+        if self.server is not None:
+            yield "selfplay samples several policies, which a server cannot do yet. Remove engine"
         if self.league.magnet == "newest" and not self.kl:
             yield (
                 "league.magnet is newest, and kl is 0, so nothing uses the magnet. Set kl to 0.2, for example"

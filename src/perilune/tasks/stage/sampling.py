@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from perilune.engine.openvino_runner import OpenVino
     from perilune.engine.remote import RemoteEngine
     from perilune.engine.request import SamplingParams
+    from perilune.metrics.rounding import Rounding
     from perilune.models.text.tokenizer import Tokenizer
 
 
@@ -89,20 +90,41 @@ class OpenVinoSpec(Frozen):
         return OpenVino(**self.model_dump(exclude={"name"}))
 
 
+class TrainedServerSpec(ServerSpec):
+    """The fields of the `engine` section of a training stage, which sends its weights to the server."""
+
+    precision: Literal["float32", "bfloat16"] = Field(
+        "bfloat16",
+        description="precision of the server's products; it bounds how much the server's log-probs may differ"
+        " from the learner's",
+    )
+
+    @property
+    def rounding(self) -> Rounding:
+        """The bounds on these differences: those of a GPU, because another program computes."""
+        from perilune.metrics.rounding import ROUNDING
+
+        return ROUNDING[self.precision, "cuda"]
+
+
 def _default_to_server(value: Any) -> Any:
     """Name a section without a name `server`."""
     return {"name": "server", **value} if isinstance(value, dict) else value
 
-
-OpenVinoField = Annotated[OpenVinoSpec | None, NameOrSection(("openvino",))]
-"""Type of a field that selects the engine of a stage: null for Perilune's own, or `openvino`."""
 
 EngineField = Annotated[
     Annotated[ServerSpec | OpenVinoSpec | None, Field(discriminator="name")],
     BeforeValidator(_default_to_server),
     NameOrSection(("openvino",)),
 ]
-"""Type of a field that also takes a server: `openvino`, or `{url: ...}`."""
+"""Type of a field that selects the engine: null for Perilune's own, `openvino`, or a server `{url: ...}`."""
+
+TrainingEngineField = Annotated[
+    Annotated[TrainedServerSpec | OpenVinoSpec | None, Field(discriminator="name")],
+    BeforeValidator(_default_to_server),
+    NameOrSection(("openvino",)),
+]
+"""As `EngineField`, for a stage that trains the policy."""
 
 
 @dataclass(frozen=True)

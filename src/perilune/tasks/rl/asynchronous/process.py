@@ -158,7 +158,7 @@ def main() -> None:
             spec.sampling_plan,
             environments=environments,
             record_routes=spec.routing_replay,
-            backend=spec.engine.runner() if spec.engine else None,
+            backend=spec.openvino.runner() if spec.openvino else None,
         ) as player:
             RolloutProcess(player, spec, Path(sys.argv[2]), send).run()
     except Exception as error:
