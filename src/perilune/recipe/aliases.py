@@ -76,7 +76,7 @@ _REWARDS = "rewards, a top-level key of the recipe: {mine: {function: 'file.py:n
 _EPOCHS = "steps, which is epochs x rows / batch_size; --plan prints the number of epochs"
 _BATCH = "batch_size, the rows of a whole step; in rl, prompts x samples. token_budget limits the memory"
 _PACKED = "leave it out: rows are packed without padding, and the loss is on the assistant's messages"
-_SAMPLER = "leave it out: Perilune has its own sampling engine"
+_SAMPLER = "leave it out: Perilune has its own sampling engine; engine: {url: ...} samples from a server"
 _WHOLE = (
     "leave it out: training samples from the whole distribution, because the learner's log-probs would not be"
     " those of a truncated one; temperature is possible; evaluate has sampling: {top_p: 0.9}"

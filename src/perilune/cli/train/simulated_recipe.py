@@ -73,7 +73,14 @@ def simulate_recipe(recipe: Recipe, options: Options) -> tuple[dict[str, Any], l
     simulator = _Simulator(recipe, options, recipe_tokenizer(recipe.model.model_dump()))
     rows, results = [], []
     for stage in stages:
-        own = RLSpec.model_validate(build_job(recipe, stage).spec).asynchronous
+        spec = RLSpec.model_validate(build_job(recipe, stage).spec)
+        if spec.server is not None:
+            raise RequestError(
+                "a stage that samples from a server cannot be simulated",
+                where=f"stages.{stage.name}.engine",
+                remedy="remove engine, to simulate Perilune's own",
+            )
+        own = spec.asynchronous
         for setting in options.settings or (own.staleness if own else None,):
             row, result = simulator.stage(stage, setting)
             rows.append(row)

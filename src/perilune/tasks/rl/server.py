@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,7 +19,9 @@ from perilune.tasks.stage.player import Player
 from perilune.tasks.stage.policy import Policy
 from perilune.tasks.stage.sampling import ServerSpec, open_server
 from perilune.watchdog import Watchdog
-from perilune.weights.push import PushResult, find_server
+
+if TYPE_CHECKING:
+    from perilune.weights.push import PushResult
 
 
 class TrainedServer:
@@ -30,6 +33,8 @@ class TrainedServer:
 
     def __init__(self, spec: ServerSpec, workspace: Workspace) -> None:
         self._engine = open_server(spec, workspace)
+        from perilune.weights.push import find_server  # needs httpx, which `open_server` has found
+
         token = None if spec.token is None else workspace.secret(spec.token)
         self._weights, self._folder = find_server(spec.url, token), workspace.runtime / "published"
         self._version = 0
@@ -38,7 +43,7 @@ class TrainedServer:
     def positions(self) -> int | None:
         return self._engine.positions
 
-    def publish(self, policy: Policy, version: int) -> PushResult:
+    def publish(self, policy: Policy, version: int) -> "PushResult":
         """Send the policy's weights. A server on this machine may read them from a folder.
 
         Raises:
