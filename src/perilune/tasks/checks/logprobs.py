@@ -32,6 +32,7 @@ from perilune.tasks.stage.rounding import plain_rounding, rounding_of
 
 EPISODES_PER_STEP = 4  # episodes rescored at each step
 REDRAWN_TOKENS = 16  # tokens of each that are drawn again
+_SERVER_REMEDY = "see if the server loaded the weights, in its log; set engine.precision to its precision"
 
 Array = NDArray[np.float32]
 
@@ -192,7 +193,7 @@ class LogprobChecker:
             f"sampler and learner differ by up to {gap:.3g} nats on the same weights, and"
             f" {self.rounding or rounding_of(decoder)}; {reason}",
             where=f"step {step + 1}, episode {episode.episode_id}",
-            remedy=REPORT_BUG,
+            remedy=REPORT_BUG if self.rounding is None else _SERVER_REMEDY,
         )
 
 

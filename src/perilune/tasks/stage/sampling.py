@@ -95,8 +95,8 @@ class TrainedServerSpec(ServerSpec):
 
     precision: Literal["float32", "bfloat16"] = Field(
         "bfloat16",
-        description="precision of the server's products; it bounds how much the server's log-probs may differ"
-        " from the learner's",
+        description="only in an rl stage: precision of the server's products, which bounds how much its"
+        " log-probs may differ from the learner's",
     )
 
     @property
