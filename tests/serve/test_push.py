@@ -192,9 +192,9 @@ def test_vllm_client_updates_perilune_server(server: Served, checkpoint: Path, t
 class VLLM(httpx.MockTransport):
     """A fake vLLM server, with the routes of its development mode: /pause, /collective_rpc, /resume."""
 
-    def __init__(self, fails: bool = False, device: str = "") -> None:
+    def __init__(self, fails: bool = False, config: Any = None) -> None:
         super().__init__(self._answer)
-        self.paused, self.fails, self.device, self.calls = False, fails, device, []
+        self.paused, self.fails, self.config, self.calls = False, fails, config, []
 
     def _answer(self, request: httpx.Request) -> httpx.Response:
         import json
@@ -212,8 +212,8 @@ class VLLM(httpx.MockTransport):
             if self.fails:
                 return httpx.Response(500, text="Internal Server Error")
             return httpx.Response(200, json={"results": [None]})
-        if path == "/server_info" and self.device:  # a part of the answer of vLLM 0.32
-            return httpx.Response(200, json={"vllm_config": {"device_config": {"device": self.device}}})
+        if path == "/server_info" and self.config is not None:
+            return httpx.Response(200, json={"vllm_config": self.config})
         if path in ("/reset_prefix_cache", "/v1/load_lora_adapter"):
             return httpx.Response(200, text="Success" if "adapter" in path else "")
         return httpx.Response(404, json={"detail": "Not Found"})
@@ -252,11 +252,13 @@ def test_vllm_stays_paused_after_failed_load(checkpoint: Path, monkeypatch: pyte
 def test_vllm_on_a_cpu_gets_no_model_with_tied_embeddings(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake = VLLM(device="cpu")
+    fake = VLLM(config={"device_config": {"device": "cpu"}})  # a part of the answer of vLLM 0.32
     with monkeypatch.context() as patched, pytest.raises(RequestError, match="old output weights"):
         vllm(patched, fake).push(checkpoint, None, lambda sent, total: None)
     assert "/pause?mode=keep" not in [path for path, _ in fake.calls]
-    vllm(monkeypatch, VLLM(device="cuda")).push(checkpoint, None, lambda sent, total: None)
+    for config in ({"device_config": {"device": "cuda"}}, "model='m', device_config=cpu"):
+        with monkeypatch.context() as patched:
+            vllm(patched, VLLM(config=config)).push(checkpoint, None, lambda sent, total: None)
 
 
 def test_vllm_push_replaces_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

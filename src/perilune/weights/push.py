@@ -140,10 +140,11 @@ class VLLMServer:
         if not read_json(folder / "config.json").get("tie_word_embeddings", False):
             return
         try:
-            info = self._http.exchange("GET", "/server_info?config_format=json", None)
-        except RequestError:  # older versions of vLLM cannot describe themselves
+            found = self._http.json("GET", "/server_info?config_format=json").get("vllm_config")
+        except RequestError:  # older versions of vLLM do not describe themselves
             return
-        if info["vllm_config"]["device_config"]["device"] == "cpu":
+        config = found if isinstance(found, dict) else {}  # in some versions it is a text
+        if config.get("device_config", {}).get("device") == "cpu":
             raise RequestError(
                 "vLLM on a CPU would keep the old output weights of this model (tied embeddings)",
                 where=str(folder),
