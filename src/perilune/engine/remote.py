@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from typing import Any, get_args
+
+import numpy as np
 
 from perilune.engine.request import Completion, Prompt, SamplingParams
 from perilune.engine.wire import (
@@ -29,7 +32,7 @@ class RemoteEngine:
 
     `owned_by` in /v1/models identifies the server: "sglang" is called at /generate, any other at
     /v1/completions. `perilune serve` returns the same samples as `Engine` with the same weights. Other
-    servers draw their own samples, and their policy version is always 0.
+    servers draw their own samples, and do not know the version of their weights.
 
     Args:
         url: URL of the server's root or of its /v1, http or https.
@@ -40,6 +43,10 @@ class RemoteEngine:
             SGLANG_RETURN_ORIGINAL_LOGPROB is set there.
         concurrency: most requests at once; each is a prompt with all of its samples.
         timeout: seconds to wait for one answer.
+
+    Attributes:
+        version: the policy version of all samples. A caller that replaces the server's weights sets it. None
+            for the version that the server reports, or 0 if it reports none.
 
     Raises:
         RequestError: when the URL is invalid, or the server rejects the model or the token.
@@ -67,6 +74,7 @@ class RemoteEngine:
         if self.server == "sglang":
             self._dialect = SGLangGenerate()
         self._reported = reported or self._dialect.reported
+        self.version: int | None = None
 
     @property
     def positions(self) -> None:
@@ -128,7 +136,12 @@ class RemoteEngine:
                     raise MalformedError(f"a sample has {count} tokens of {params.max_tokens}")
         except MalformedError as error:
             raise malformed_answer(error, self.url) from None
-        return completions
+        if self.version is None:
+            return completions
+        return [
+            replace(completion, policy_version=np.full_like(completion.token_ids, self.version))
+            for completion in completions
+        ]
 
     def _find_model(self, requested: str | None) -> tuple[str, str]:
         """Return the name of the model on the server, and the kind of server."""
