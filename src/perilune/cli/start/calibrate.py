@@ -98,8 +98,8 @@ def calibrate(
 ) -> None:
     """Measure the engine and the learner with a recipe's model, for `perilune simulate`.
 
-    A small model takes about a minute. Run this on an idle machine. The results are stored in $PERILUNE_HOME,
-    for this machine, model and version of the engine.
+    A small model takes one to three minutes. Run this on an idle machine. The results are stored in
+    $PERILUNE_HOME, for this machine, model and version of the engine.
 
     \b
     perilune calibrate quickstart
