@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from perilune.recipe.schema import Recipe
     from perilune.simulate.times import Calibrated
 
-ENGINE_SECONDS = 20.0  # seconds to measure the engine
+ENGINE_SECONDS = 15.0  # seconds to measure the engine
 LARGE_MODEL = 20_000_000  # parameters from which the training steps are smaller
 
 
@@ -63,10 +63,9 @@ class Shape(NamedTuple):
 SHAPES: tuple[Shape, ...] = (
     Shape(SUMS, 4, 4, 8),
     Shape(SUMS, 32, 8, 8),
-    Shape(SUMS, 16, 8, 48),
-    Shape(SUMS, 16, 8, 48, long_prompt=True),
+    Shape(SUMS, 8, 8, 48),
+    Shape(SUMS, 8, 8, 48, long_prompt=True),
     Shape(TURNS, 32, 8, 4),
-    Shape(TURNS, 8, 4, 8),
 )
 SMALL_SHAPES: tuple[Shape, ...] = (
     Shape(SUMS, 2, 2, 8),
@@ -78,7 +77,7 @@ SMALL_SHAPES: tuple[Shape, ...] = (
 # A system prompt of 144 characters. All templates accept it as a part of the first question.
 LONG_PROMPT = {"system": "12+34=46 " * 16, "system_as": "user"}
 LONG_PROMPT_POSITIONS = 512  # of a model that has room for it and the answer
-STEPS, SMALL_STEPS = 19, 8  # of all shapes but the first, which has the checks of a long run
+STEPS, SMALL_STEPS = 10, 8  # of all shapes but the first, which has the checks of a long run
 RECIPE = f"""name: calibration
 model: {{model}}
 environment: {{{{id: "{SUMS}"}}}}
@@ -98,7 +97,7 @@ def calibrate(
 ) -> None:
     """Measure the engine and the learner with a recipe's model, for `perilune simulate`.
 
-    A small model takes one to three minutes. Run this on an idle machine. The results are stored in
+    A small model takes about a minute. Run this on an idle machine. The results are stored in
     $PERILUNE_HOME, for this machine, model and version of the engine.
 
     \b
