@@ -103,6 +103,15 @@ def test_max_turns_of_environment_applies_with_summaries() -> None:
     assert end.done and end.truncated
 
 
+def test_cut_off_action_ends_the_episode_in_a_later_context() -> None:
+    environment = ManagedContext(Echo(), ContextSettings(rule="policy"))
+    session = environment.reset(next(environment.tasks("train", 0)), 0)
+    session.step("<fold>saw a</fold>")
+    assert session.observation.due[0].agent == "0"
+    end = session.step("done", finished=False)
+    assert end.done and end.truncated and not end.rewards
+
+
 @pytest.mark.parametrize("rule", ["fold", "drop_output"])
 def test_each_action_has_loss_weight_in_one_context_only(rule: str) -> None:
     environment = ManagedContext(Echo(), ContextSettings(rule=rule, above=60, last=1))  # type: ignore[arg-type]

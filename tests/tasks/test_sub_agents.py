@@ -14,7 +14,7 @@ from test_several_turns import ENDS, PARAMS, TOKENIZER, Recording, engine_of
 from perilune.data.episode import Episode
 from perilune.data.episodes_file import read_episodes, write_episodes
 from perilune.data.spans import critical_steps, total_steps
-from perilune.environments import Task, Transcript
+from perilune.environments import Task, Transcript, make_environment
 from perilune.errors import RequestError
 from perilune.rollout.groups import Groups, flatten
 from perilune.rollout.sub_agents import SubAgents
@@ -177,6 +177,52 @@ def test_sub_agent_without_room_has_an_empty_action(monkeypatch: pytest.MonkeyPa
         )
 
 
+FOLDED: dict[str, Any] = {
+    "id": "factory",
+    "factory": "task_environments:Long",
+    "context": {"rule": "fold", "above": 8, "last": 0},
+}
+
+
+def play_folded(max_tokens: int) -> list[Episode]:
+    """Players first, then their later contexts."""
+    environment = make_environment(FOLDED)
+    tasks = list(islice(environment.tasks("train", 0), 2))
+    with Scorer(FOLDED) as scorer:
+        agents = SubAgents(trained=True)
+        rollouts = RolloutWorker(engine_of(TOKENIZER), TOKENIZER, scorer, environment, 7, sub_agents=agents)
+        params = replace(PARAMS, max_tokens=max_tokens)
+        return flatten(rollouts.play(tasks, samples=4, params=params, step=1, watch=Stopwatch()))
+
+
+def test_player_cut_off_in_a_later_context_is_truncated() -> None:
+    played = play_folded(8)
+    players = {e.episode_id: e for e in played if not e.is_sub_agent}
+    last = {e.episode_id.replace("/agents", "").rpartition(".")[0]: e for e in played if e.is_sub_agent}
+    assert {e.truncated for e in last.values()} == {True, False}
+    assert all(players[key].truncated == e.truncated for key, e in last.items())
+
+
+def test_player_without_room_in_a_later_context_is_truncated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        RolloutWorker, "_fits_context", lambda self, trajectory, params: trajectory.name != "context"
+    )
+    played = play_folded(24)
+    assert len(played) == 8 and all(e.truncated and e.spans[1].tokens == 0 for e in played)
+
+
+def test_sub_agent_without_room_for_another_turn_is_truncated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        RolloutWorker,
+        "_fits_context",
+        lambda self, trajectory, params: trajectory.name != "part" or not trajectory.turns,
+    )
+    groups, _ = play(2, sub_agents=SubAgents(trained=True))
+    parts = [episode for group in groups for episode in group if episode.is_sub_agent]
+    assert any(e.truncated and e.token_ids[-1] in ENDS for e in parts)  # its only turn was complete
+    assert not all(e.truncated for e in parts)
+
+
 def test_empty_prompts_fail_only_their_episodes() -> None:
     section = {"id": "factory", "factory": "task_environments:Wordless"}
     environment = Wordless(section)
@@ -247,24 +293,19 @@ def test_rl_with_sub_agents(tmp_path: Path, trained: bool) -> None:
 
 
 def test_rl_trains_every_context_of_a_folded_episode(tmp_path: Path) -> None:
-    section = {
-        "id": "factory",
-        "factory": "task_environments:Long",
-        "context": {"rule": "fold", "above": 8, "last": 0},
-    }
     options: dict[str, Any] = {
         "steps": 2,
         "prompts": 3,
         "samples": 4,
         "max_tokens": 6,
     }
-    bundle = run_task(tmp_path, "rl", environment=section, train_sub_agents=True, **options)
+    bundle = run_task(tmp_path, "rl", environment=FOLDED, train_sub_agents=True, **options)
     rows = episodes(bundle)
     later = rows[rows["group_id"].str.endswith("/agents")]
     assert 0 < len(later) < len(rows) and summary(bundle)["logprob_gap_max"] < 1e-5
     assert set(later["reward"]) <= set(rows["reward"]) and later["loss_mask"].map(any).all()
     with pytest.raises(RequestError, match="would not learn in them"):
-        plugin.describe(RLSpec(checkpoint="sft", **options), make_job("rl", environment=section))
+        plugin.describe(RLSpec(checkpoint="sft", **options), make_job("rl", environment=FOLDED))
 
 
 def test_sub_agent_checkpoint_replaces_the_sub_agent_policy(tmp_path: Path) -> None:

@@ -136,7 +136,8 @@ class OpenSpielEnvironment(MultiTurn):
         text, moves = self.describe(match.state, match.player)
         observation = ask(text, player=match.player if self._opponent is None else 0, legal=tuple(moves))
         if turn > 1 and not self.spec.history:
-            agent_turn = AgentTurn(str(turn - 2), (*self._prompt, *observation.messages), "move")
+            opening = (*self._prompt, *observation.messages)
+            agent_turn = AgentTurn(str(turn - 2), opening, "move", continues=True)
             observation = replace(observation, messages=(), turns=(agent_turn,))
         move = yield observation
         return moves.get(strip_move(move))

@@ -43,6 +43,7 @@ class Trajectory:
         rounds: the round of each turn.
         is_refused: whether a sub-agent cannot take its next turn: its messages cannot be encoded, or the
             model has no room for them. Its actions are then empty.
+        is_full: whether the model had no room for its next turn.
         opening: the messages of the prompt.
         messages: all messages so far, as text.
         token_ids: tokens after the prompt, both sampled and observed.
@@ -51,6 +52,7 @@ class Trajectory:
     name: str = "agent"
     rounds: list[int] = field(default_factory=list)
     is_refused: bool = False
+    is_full: bool = False
     opening: tuple[Message, ...] = ()
     messages: list[Message] = field(default_factory=list)
     prompt_ids: list[int] = field(default_factory=list)
@@ -156,9 +158,10 @@ class DueTurn:
     """A turn to sample.
 
     Attributes:
-        agent: the sub-agent; "" for the player to move.
+        agent: the sub-agent; "" for the player to move in its first context.
         max_tokens: most tokens to sample; None for those of the sampling parameters.
         number: number of the action among all of the episode.
+        is_own: whether it is a turn of the player, in whichever context.
     """
 
     rollout: Rollout
@@ -167,6 +170,7 @@ class DueTurn:
     messages: tuple[Message, ...]
     max_tokens: int | None
     number: int
+    is_own: bool
 
     @property
     def is_first(self) -> bool:
@@ -264,7 +268,7 @@ class Rollout:
             if result := sampled.get(turn):
                 turn.trajectory.add_completion(result.context, result.completion, result.text)
                 turn.trajectory.rounds.append(self.rounds)
-                if not turn.agent:
+                if turn.is_own:
                     self.finish_reason = result.completion.finish_reason
                 if result.completion.finish_reason == "aborted":
                     self.fail("model", "sampling of the turn was aborted")
@@ -274,7 +278,7 @@ class Rollout:
     @property
     def has_finished(self) -> bool:
         """True if the player's own turn, if one was due, was not cut off."""
-        return self.due[0].agent != "" or self.finish_reason == "stop"
+        return not self.due[0].is_own or self.finish_reason == "stop"
 
     def fail(self, boundary: str, reason: str) -> None:
         """End the episode without a score."""
@@ -295,7 +299,9 @@ class Rollout:
             self.finish_reason = "length"
         self.is_over = result.done
         self.due = [
-            DueTurn(self, turn.agent, self._trajectory(turn), turn.messages, turn.max_tokens, number)
+            DueTurn(
+                self, turn.agent, self._trajectory(turn), turn.messages, turn.max_tokens, number, turn.is_own
+            )
             for number, turn in enumerate(result.due, len(self.actions))
         ]
 

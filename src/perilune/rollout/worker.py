@@ -271,7 +271,10 @@ class RolloutWorker:
                     rollout.truncate()
 
     def _observe_agent(self, turn: DueTurn, params: SamplingParams) -> None:
-        """Append new messages for a sub-agent; refuse it if they cannot be encoded or do not fit."""
+        """Append new messages for a sub-agent; refuse it if they cannot be encoded or do not fit.
+
+        An episode whose player does not fit in a later context is truncated, as in the first context.
+        """
         trajectory = turn.trajectory
         if trajectory.is_refused:
             return
@@ -284,7 +287,9 @@ class RolloutWorker:
             trajectory.is_refused = True
             return
         fits = bool(trajectory.prompt_ids) and self._fits_context(trajectory, self.turn_params(turn, params))
-        trajectory.is_refused = not fits
+        trajectory.is_refused = trajectory.is_full = not fits
+        if trajectory.is_full and turn.is_own:
+            turn.rollout.truncate()
 
     def turn_params(self, turn: DueTurn, params: SamplingParams) -> SamplingParams:
         make = self._agent_params if turn.agent else self.add_stop_texts
@@ -364,7 +369,9 @@ class RolloutWorker:
     def _episode(self, part: AgentRollout) -> Episode:
         rollout, trajectory, outcome = part.rollout, part.trajectory, part.outcome
         spans = part.spans
-        last = trajectory.turns[-1].completion.finish_reason if part.agent else rollout.finish_reason
+        last = rollout.finish_reason
+        if part.agent:
+            last = "length" if trajectory.is_full else trajectory.turns[-1].completion.finish_reason
         return Episode(
             episode_id=part.episode_id,
             group_id=part.group_id,

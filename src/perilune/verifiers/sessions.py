@@ -234,12 +234,13 @@ def _message(message: Mapping[str, Any]) -> Message:
     return {"role": str(message["role"]), "content": str(message["content"])}
 
 
-def _agent_turn(agent: Any, messages: Any, name: Any, max_tokens: Any) -> AgentTurn:
+def _agent_turn(agent: Any, messages: Any, name: Any, max_tokens: Any, continues: Any) -> AgentTurn:
     return AgentTurn(
         str(agent),
         tuple(map(_message, messages)),
         str(name),
         None if max_tokens is None else max(1, int(max_tokens)),
+        bool(continues),
     )
 
 

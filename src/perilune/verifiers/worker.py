@@ -196,7 +196,9 @@ def _encode_observation(observation: Any) -> dict[str, Any]:
     if not isinstance(observation, Observation):
         raise TypeError(f"a step returned {type(observation).__name__}, not an Observation")
     fields = {name: getattr(observation, name) for name in Observation.__slots__}
-    turns = [(turn.agent, turn.messages, turn.name, turn.max_tokens) for turn in observation.turns]
+    turns = [
+        (turn.agent, turn.messages, turn.name, turn.max_tokens, turn.continues) for turn in observation.turns
+    ]
     return {"observation": fields | {"turns": turns}}
 
 

@@ -161,7 +161,8 @@ class _Context:
         if not self.number:
             return Observation(messages)
         pending, self._opening = (*self._opening, *messages), ()
-        return Observation(turns=(AgentTurn(str(self.number - 1), _merge_user_messages(pending), "context"),))
+        opening = _merge_user_messages(pending)
+        return Observation(turns=(AgentTurn(str(self.number - 1), opening, "context", continues=True),))
 
 
 def _drop_output(message: Message) -> Message:

@@ -100,9 +100,9 @@ class ScriptedSession:
         """Send the action of the player whose turn it is, and return the next observation."""
         if self.observation.done:
             raise ValueError("the episode is done")
-        is_own = not self.observation.due[0].agent
-        self._turns_left -= is_own
-        played = action if finished or not is_own else self._cut_off
+        turn = self.observation.due[0]
+        self._turns_left -= not turn.agent
+        played = action if finished or not turn.is_own else self._cut_off
         self.observation = Observation(done=True, truncated=True) if played is None else self._next(played)
         if self.observation.done:
             self.close()

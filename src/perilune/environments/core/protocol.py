@@ -68,12 +68,19 @@ class AgentTurn:
         messages: messages that the agent has not seen yet. The first ones of a sub-agent are its prompt.
         name: purpose of the sub-agent in spans, such as "ask".
         max_tokens: most tokens of the turn; None for as many as a turn of the player may have.
+        continues: whether the player itself continues in this context. Limits then apply as in its first one.
     """
 
     agent: str
     messages: tuple[Message, ...]
     name: str = "agent"
     max_tokens: int | None = None
+    continues: bool = False
+
+    @property
+    def is_own(self) -> bool:
+        """True for a turn of the player, in whichever context."""
+        return self.continues or not self.agent
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +101,8 @@ class Observation:
         info: JSON-serializable values for logs.
         turns: turns that may be sampled at the same time, if sub-agents are due; `messages` is then empty.
             The next actions are theirs, in this order; the player's own is the first. A limit on tokens never
-            ends the episode in a turn of a sub-agent: the action is what was sampled, and is empty if there
-            was no room for any.
+            ends the episode in a turn of a true sub-agent: the action is what was sampled, and is empty if
+            there was no room for any.
     """
 
     messages: tuple[Message, ...] = ()
