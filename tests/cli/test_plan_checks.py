@@ -89,6 +89,20 @@ def test_run_checks_held_out_tasks_before_the_first_stage(tmp_path: Path) -> Non
         derive_plans(load_pens_recipe(tmp_path, tasks=500))
 
 
+def test_plan_and_run_report_the_same_errors_of_a_recipe_with_faults_in_two_stages(tmp_path: Path) -> None:
+    recipe = load_pens_recipe(tmp_path, teacher="calculator", evaluated=300, tasks=500)
+    for check in (True, False):
+        with pytest.raises(RequestError, match="needs 300") as caught:
+            derive_plans(recipe, check=check)
+        assert [error.where for error in caught.value.others] == ["stages.after: tasks"]
+
+
+def test_plan_reports_a_fault_that_stages_share_once(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="needs 500") as caught:
+        derive_plans(load_pens_recipe(tmp_path, evaluated=500, tasks=500))
+    assert not caught.value.others
+
+
 def test_plan_warns_when_scoring_raises(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
     text = 'name: broken\nmodel: {preset: tiny}\nenvironment: {id: "broken.py:Broken"}\nstages:\n'

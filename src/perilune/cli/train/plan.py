@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from perilune.bundle.machine import require_device, require_memory
 from perilune.bundle.plugin import MemoryNeed, load_plugin
@@ -24,10 +24,13 @@ from perilune.recipe.schema import MODEL, build_job
 from perilune.recipe.tokenizers import find_foreign_character
 
 if TYPE_CHECKING:
+    from perilune.bundle.job import Job
     from perilune.cli.train.estimate import Estimate
     from perilune.control.queries.forecast import CostForecast, Forecast, StageForecast
     from perilune.control.runs.templates import Template
-    from perilune.recipe.schema import Recipe
+    from perilune.recipe.schema import Recipe, Stage
+
+ResultT = TypeVar("ResultT")
 
 BRING_LABELS = {
     "metrics": "no checkpoint (bring: metrics)",
@@ -45,41 +48,59 @@ def derive_plans(
         check: also do the checks that take seconds (`plan_checks`).
 
     Raises:
-        RequestError: when a stage cannot work, naming the stage.
+        RequestError: when a stage cannot work, naming the stage. `others` has the errors of other stages.
     """
     _try_reward_functions(recipe)
-    if check:
+    stages = _apply_to_stages(recipe, lambda stage: _derive_stage(recipe, stage, template))
+    if check:  # after the checks that each run does, so that both commands report the same error first
         check_texts(recipe)
-    stages = []
+        warnings = _apply_to_stages(recipe, lambda stage: check_job(_place_job(recipe, stage, template)))
+        for stage, texts in zip(stages, warnings, strict=True):
+            stage["derived"] |= {f"warning {index}": text for index, text in enumerate(texts, 1)}
+    return stages
+
+
+def _apply_to_stages(recipe: Recipe, function: Callable[[Stage], ResultT]) -> list[ResultT]:
+    """Return the result of `function` for each stage, or raise the errors of all stages as one."""
+    results: list[ResultT] = []
+    errors: dict[str, RequestError] = {}  # stages often share a fault, which is reported once
     for stage in recipe.stages:
         try:
-            job = build_job(recipe, stage)
-            job = job if template is None else template.apply_resources(job)
-            if template is None:
-                require_device(job.resources)
-            figures = dict(load_plugin(stage.task).plan(job))
-            check_heldout(job)
-            if check:
-                figures |= {f"warning {index}": text for index, text in enumerate(check_job(job), 1)}
-            needs = [need for need in figures.values() if isinstance(need, MemoryNeed)]
-            for need in needs if template is None else ():
-                require_memory(need, job.resources)
-            if needs and MODEL in stage.consumes.values() and (path := job.model.get("path")):
-                check_weights(path)
+            results.append(function(stage))
         except RequestError as error:
             where = f"stages.{stage.name}" + (f": {error.where}" if error.where else "")
-            raise RequestError(error.what, where=where, remedy=error.remedy) from None
-        if job.resources.processes > 1:
-            figures["processes"] = f"{job.resources.processes}, each with that memory"
-        stages.append(
-            {
-                "name": stage.name,
-                "task": stage.task,
-                "consumes": stage.consumes,
-                "derived": {name: str(value) for name, value in figures.items()},
-            }
-        )
-    return stages
+            errors.setdefault(error.what, RequestError(error.what, where=where, remedy=error.remedy))
+    if errors:
+        first, *first.others = errors.values()
+        raise first
+    return results
+
+
+def _place_job(recipe: Recipe, stage: Stage, template: Template | None) -> Job:
+    """Return the job of a stage, with the resources that the template sets."""
+    job = build_job(recipe, stage)
+    return job if template is None else template.apply_resources(job)
+
+
+def _derive_stage(recipe: Recipe, stage: Stage, template: Template | None) -> dict[str, Any]:
+    job = _place_job(recipe, stage, template)
+    if template is None:
+        require_device(job.resources)
+    figures = dict(load_plugin(stage.task).plan(job))
+    check_heldout(job)
+    needs = [need for need in figures.values() if isinstance(need, MemoryNeed)]
+    for need in needs if template is None else ():
+        require_memory(need, job.resources)
+    if needs and MODEL in stage.consumes.values() and (path := job.model.get("path")):
+        check_weights(path)
+    if job.resources.processes > 1:
+        figures["processes"] = f"{job.resources.processes}, each with that memory"
+    return {
+        "name": stage.name,
+        "task": stage.task,
+        "consumes": stage.consumes,
+        "derived": {name: str(value) for name, value in figures.items()},
+    }
 
 
 def _try_reward_functions(recipe: Recipe) -> None:
