@@ -165,3 +165,44 @@ def test_plan_says_that_it_waits_for_tasks(
 )
 def test_usage_errors_state_the_wrong_value(here, arguments: tuple[str, ...], said: str) -> None:
     assert here(*arguments).stderr.splitlines()[-1] == f"Error: Invalid value for {said}"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is a folder that takes no files")
+@pytest.mark.parametrize(
+    "command",
+    [
+        "simulate quickstart --trace",
+        "simulate quickstart --page",
+        "simulate-serving tiny --requests none.jsonl --machines 1xL4 --page",
+        "report rl --out",
+        "compare rl --out",
+        "track rl --to tensorboard --out",
+        "model card tiny --svg",
+        "model gallery --out",
+        "model gallery --markdown",
+        "environments audit calculator --out",
+        "traces export rl --out",
+        "traces suite rl --out",
+        "data filter none.jsonl --out",
+        "data convert none.jsonl --to records --out",
+        "data generate calculator --out",
+        "artifacts pull rl --out",
+        "lab --keep",
+    ],
+)
+def test_command_refuses_unwritable_output_before_its_work(here, tmp_path: Path, command: str) -> None:
+    option = command.rsplit(maxsplit=1)[-1]
+    assert_refused(here(*command.split(), "/proc/x/y"), f"error: {option}: cannot write /proc/x/y", "try: ")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", [".", "pipe"])
+def test_command_refuses_output_that_is_no_file(here, tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    done = here("simulate", "quickstart", "--trace", name)
+    assert_refused(done, f"error: --trace: {name} is no regular file")
+
+
+def test_output_may_go_to_a_folder_that_does_not_exist_yet(here, tmp_path: Path) -> None:
+    assert here("model", "gallery", "--out", "new/folder/page.html").returncode == 0
+    assert (tmp_path / "new/folder/page.html").is_file()

@@ -7,6 +7,7 @@ from dataclasses import fields
 from importlib.util import find_spec
 from inspect import Parameter, Signature, signature
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin, get_type_hints
 
 import typer
@@ -111,6 +112,36 @@ AnswerTokens = Annotated[
     typer.Option(min=1, help="Longest answer in tokens. Default: 64, or 256 for a pretrained model."),
 ]
 EvaluationSeed = Annotated[int, typer.Option(min=0, help="Selects the tasks and the samples.")]
+
+
+def check_output_folder(param: typer.CallbackParam, path: Path | None) -> Path | None:
+    """Refuse a folder that cannot be written, before the work of the command starts. Creates nothing."""
+    if path is not None:
+        _require_writable(param, path, path)
+    return path
+
+
+def check_output_file(param: typer.CallbackParam, path: Path | None) -> Path | None:
+    """Refuse a file that cannot be written, before the work of the command starts. Creates nothing."""
+    if path is not None:
+        _require_writable(param, path, path.parent)
+        if path.exists() and not path.is_file():
+            raise RequestError(f"{path} is no regular file", where=param.opts[0], remedy="name another file")
+    return path
+
+
+def _require_writable(param: typer.CallbackParam, path: Path, folder: Path) -> None:
+    """Make a nameless file in `folder`, or in the nearest parent that exists."""
+    try:
+        nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+        with TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise RequestError(
+            f"cannot write {path}: {error.strerror}",
+            where=param.opts[0],
+            remedy="name a path below a folder in which you may create files",
+        ) from None
 
 
 def require_packages(extra: str, *packages: str) -> None:

@@ -17,6 +17,7 @@ from perilune.cli.arguments import (
     EnvironmentFields,
     Json,
     SplitOption,
+    check_output_file,
     find_checkpoint,
     make_command_group,
 )
@@ -246,7 +247,12 @@ def audit(
     seed: Annotated[int, typer.Option(help="Selects the tasks, probes and search.")] = 0,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.json", dir_okay=False, help="Save the audit for `replay`."),
+        typer.Option(
+            metavar="FILE.json",
+            dir_okay=False,
+            callback=check_output_file,
+            help="Save the audit for `replay`.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perilune.cli.arguments import EnvironmentFields, EvaluationSeed, Json, SplitOption, find_checkpoint
+from perilune.cli.arguments import (
+    EnvironmentFields,
+    EvaluationSeed,
+    Json,
+    SplitOption,
+    check_output_folder,
+    find_checkpoint,
+)
 from perilune.cli.console import make_stage_progress
 from perilune.cli.data.environments import environment_section, parse_settings
 from perilune.cli.output import echo, print_json
@@ -23,7 +30,12 @@ if TYPE_CHECKING:
 EnvironmentId = Annotated[
     str, typer.Argument(metavar="ENVIRONMENT", help="An id, with a family: reasoning_gym/chain_sum.")
 ]
-Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for records.jsonl and rejected.jsonl.")]
+Out = Annotated[
+    Path,
+    typer.Option(
+        metavar="FOLDER", callback=check_output_folder, help="Folder for records.jsonl and rejected.jsonl."
+    ),
+]
 TeacherOptions = Annotated[
     list[str], typer.Option("--option", metavar="KEY=VALUE", help="Set an option of the teacher.")
 ]

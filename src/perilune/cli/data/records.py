@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from perilune.cli.arguments import Json, make_command_group
+from perilune.cli.arguments import Json, check_output_file, check_output_folder, make_command_group
 from perilune.cli.console import make_stage_progress
 from perilune.cli.data.generate import generate
 from perilune.cli.output import echo, print_json
@@ -79,7 +79,12 @@ def filter_records(
     files: Annotated[
         list[Path], typer.Argument(metavar="FILE...", help="Records (.jsonl, or a folder of them).")
     ],
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for train.jsonl and the other files.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="FOLDER", callback=check_output_folder, help="Folder for train.jsonl and the other files."
+        ),
+    ],
     *,
     evaluation: Annotated[
         list[Path], typer.Option(metavar="FILE", help="Records that training must not see. Repeatable.")
@@ -140,7 +145,9 @@ def convert(
     to: Annotated[
         Literal["records", "openai", "sharegpt"], typer.Option(help="Format: records, openai or sharegpt.")
     ],
-    out: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="File to write.")],
+    out: Annotated[
+        Path, typer.Option(metavar="FILE.jsonl", callback=check_output_file, help="File to write.")
+    ],
     *,
     environment: Annotated[str, typer.Option(help="Environment of rows without one.")] = "chat",
     source: Annotated[str, typer.Option(help="Source of rows without one.")] = "imported",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perilune.cli.arguments import Json, open_control
+from perilune.cli.arguments import Json, check_output_file, open_control
 from perilune.cli.output import as_markup, echo, make_console, make_table, print_json, wrap_text
 from perilune.errors import RequestError
 
@@ -42,7 +42,10 @@ def compare(
     baseline: Annotated[
         int, typer.Option(min=1, metavar="N", help="Number of the arm to compare the others with.")
     ] = 1,
-    out: Annotated[Path | None, typer.Option("--out", help="Also write a self-contained HTML page.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", callback=check_output_file, help="Also write a self-contained HTML page."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare experiments: the settings that differ, one final metric of each, and paired differences.

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from perilune.cli.arguments import Json
+from perilune.cli.arguments import Json, check_output_file
 from perilune.cli.inspect.model_card import config_file
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError
@@ -21,12 +21,17 @@ def gallery(
         ),
     ] = None,
     *,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path("gallery.html"),
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", callback=check_output_file, help="The page to write.")
+    ] = Path("gallery.html"),
     compare: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="A model to show side by side; give it twice.")
     ] = None,
     markdown: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write the table of the documentation.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", callback=check_output_file, help="Also write the table of the documentation."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from perilune.cli.arguments import Json
+from perilune.cli.arguments import Json, check_output_file
 from perilune.cli.inspect.cache_curve import curve_lines, curve_svg
 from perilune.cli.output import echo, print_json
 from perilune.cli.units import format_count, format_flops, format_size
@@ -34,7 +34,8 @@ def card(
     ] = "",
     as_json: Json = False,
     svg: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also draw the size of the KV cache.")
+        Path | None,
+        typer.Option(metavar="FILE", callback=check_output_file, help="Also draw the size of the KV cache."),
     ] = None,
 ) -> None:
     """Print a model's parameters, attention layers, KV cache, compute and memory."""

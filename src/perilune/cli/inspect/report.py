@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from perilune.cli.arguments import check_output_file
 from perilune.cli.output import echo
 from perilune.ui.report import build_report
 
@@ -18,7 +19,9 @@ def report(
             help="An experiment or run of `perilune runs`, a sweep, or a folder of attempts.",
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", help="The HTML file to write.")] = Path("report.html"),
+    out: Annotated[
+        Path, typer.Option("--out", callback=check_output_file, help="The HTML file to write.")
+    ] = Path("report.html"),
 ) -> None:
     """Write a self-contained HTML report. For several experiments or a sweep, it compares them.
 

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from perilune.bundle.digest import contents_digest, source_files
-from perilune.cli.arguments import WHERE_HELP, Json, find_checkpoint, make_command_group
+from perilune.cli.arguments import (
+    WHERE_HELP,
+    Json,
+    check_output_file,
+    check_output_folder,
+    find_checkpoint,
+    make_command_group,
+)
 from perilune.cli.inspect.traces_gate import SuiteArgument, SuitePart, gate_command
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError, WorkFailedError
@@ -36,7 +43,7 @@ Targets = Annotated[
     list[str],
     typer.Argument(metavar="EXPERIMENT|RUN|FOLDER...", help="Runs, or a folder, whose episodes to read."),
 ]
-Out = Annotated[Path, typer.Option("--out", help="The folder to write.")]
+Out = Annotated[Path, typer.Option("--out", callback=check_output_folder, help="The folder to write.")]
 Where = Annotated[
     str,
     typer.Option(
@@ -95,7 +102,7 @@ def suite_command(
 def export_command(
     targets: Targets,
     *,
-    out: Annotated[Path, typer.Option("--out", help="The file to write.")],
+    out: Annotated[Path, typer.Option("--out", callback=check_output_file, help="The file to write.")],
     where: Where = "",
     texts: Annotated[bool, typer.Option(help="Include what the agents read and wrote.")] = False,
     as_json: Json = False,

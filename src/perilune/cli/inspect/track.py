@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from perilune.cli.arguments import Json, RunArgument, open_run
+from perilune.cli.arguments import Json, RunArgument, check_output_folder, open_run
 from perilune.cli.output import echo, print_json
 from perilune.cli.train.trackers import tracker_folder
 from perilune.control.record.home import locked
@@ -31,7 +31,12 @@ def track(
     to: Annotated[str, typer.Option("--to", metavar="NAME", help="tensorboard, wandb or mlflow.")],
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Folder for the tracker. Default: $PERILUNE_HOME/tracking/NAME."),
+        typer.Option(
+            "--out",
+            "-o",
+            callback=check_output_folder,
+            help="Folder for the tracker. Default: $PERILUNE_HOME/tracking/NAME.",
+        ),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Copy until the run ends.")] = False,
     tied: Annotated[bool, typer.Option("--tied", hidden=True)] = False,

@@ -10,6 +10,7 @@ from perilune.cli.arguments import (
     RUN_HELP,
     Json,
     RunArgument,
+    check_output_folder,
     complete_run_names,
     make_command_group,
     open_control,
@@ -69,7 +70,7 @@ def push(
 @app.command(epilog="Example: perilune artifacts pull 01J8ZK4T0Q --out evidence")
 def pull(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, or its first characters.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="New folder.")],
+    out: Annotated[Path, typer.Option("--out", "-o", callback=check_output_folder, help="New folder.")],
     store: StoreOption = None,
     as_json: Json = False,
 ) -> None:
@@ -108,7 +109,10 @@ def list_runs(store: StoreOption = None, as_json: Json = False) -> None:
 def collect(
     run: RunArgument,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Also copy the files to this new folder.")
+        Path | None,
+        typer.Option(
+            "--out", "-o", callback=check_output_folder, help="Also copy the files to this new folder."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from perilune.cli.arguments import Json
+from perilune.cli.arguments import Json, check_output_folder
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError
 
@@ -36,7 +36,10 @@ def lab(
         float, typer.Option(min=1, help="Seconds for the last runs to end, without failures.")
     ] = 300.0,
     keep: Annotated[
-        Path | None, typer.Option(help="New folder for all files. Otherwise they are deleted.")
+        Path | None,
+        typer.Option(
+            callback=check_output_folder, help="New folder for all files. Otherwise they are deleted."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

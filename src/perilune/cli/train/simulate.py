@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perilune.cli.arguments import Json, RecipeArgument, SetOption
+from perilune.cli.arguments import Json, RecipeArgument, SetOption, check_output_file
 from perilune.cli.output import echo, make_console, print_json
 from perilune.cli.units import format_duration
 from perilune.errors import RequestError
@@ -59,10 +59,17 @@ def simulate(
     seed: Annotated[int, typer.Option(min=0, help="Seed of drawn lengths and waits.")] = 0,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Also write a Chrome trace (chrome://tracing, Perfetto)."),
+        typer.Option(
+            metavar="FILE",
+            callback=check_output_file,
+            help="Also write a Chrome trace (chrome://tracing, Perfetto).",
+        ),
     ] = None,
     page: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write a page with the table and charts.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", callback=check_output_file, help="Also write a page with the table and charts."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

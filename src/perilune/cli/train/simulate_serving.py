@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perilune.cli.arguments import Json
+from perilune.cli.arguments import Json, check_output_file
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError
 from perilune.simulate.autoscaling import Autoscaling
@@ -71,7 +71,10 @@ def simulate_serving(
         int, typer.Option(min=0, help="Processes that simulate replicas. 0: one for each CPU core.")
     ] = 0,
     page: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write a page with the figures and charts.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", callback=check_output_file, help="Also write a page with the figures and charts."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
