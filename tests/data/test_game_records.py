@@ -208,12 +208,21 @@ def test_record_actions_score_as_transcript_of_teacher_seat():
         ),
         (section("breakthrough"), {}, "no default game teacher"),
         ({"id": "calculator"}, {}, "supports only the environment 'open_spiel'"),
+        (section("tic_tac_toe", prompting={"format": "boxed"}), {}, "without an answer format"),
     ],
 )
 def test_game_teacher_rejects_invalid_options_and_environments(about, arguments, message):
     with pytest.raises(RequestError) as caught:
         teacher_candidates(make_teacher("open_spiel", **arguments), make_environment(about), 0)
     assert caught.match(message)
+
+
+def test_game_records_contain_the_system_prompt_of_the_environment():
+    kept, _ = collect_games(section("tic_tac_toe", prompting={"system": "Play well."}), 2)
+    assert all(record.messages[0] == {"role": "system", "content": "Play well."} for record in kept)
+    assert [record.messages[1:] for record in kept] == [
+        record.messages for record in collect_games(section("tic_tac_toe"), 2)[0]
+    ]
 
 
 def test_gold_teacher_rejects_options():

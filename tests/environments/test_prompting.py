@@ -183,6 +183,12 @@ def test_more_examples_than_training_tasks_are_rejected(tmp_path) -> None:
         first_task(environment)
 
 
+def test_examples_that_need_more_turns_than_an_episode_has_are_rejected() -> None:
+    environment = make_prompted({"id": "calculator", "turns": 2}, few_shot=1)
+    with pytest.raises(RequestError, match="cannot show the right answer"):
+        first_task(environment)
+
+
 @pytest.mark.parametrize(
     "section, grade",
     [

@@ -12,6 +12,7 @@ from perilune.data.generators.scripted import choose_strategy
 from perilune.data.generators.teacher import Candidate
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import Environment, Task
+from perilune.environments.core.wrapping import unwrap
 from perilune.errors import RequestError
 from perilune.frozen import Frozen
 from perilune.games.open_spiel import OpenSpielEnvironment
@@ -77,12 +78,18 @@ class OpenSpielTeacher:
         """Prepare the game teachers for the environment's game, which may solve the game.
 
         Raises:
-            RequestError: when the environment is not open_spiel, or a game teacher does not support the game.
+            RequestError: when the environment is not open_spiel or has an answer format, or a game teacher
+                does not support the game.
         """
+        has_format = getattr(environment, "form", None) is not None
+        environment = unwrap(environment)
         if not isinstance(environment, OpenSpielEnvironment):
             raise RequestError(
                 "the open_spiel teacher supports only the environment 'open_spiel'", where="teacher"
             )
+        if has_format:
+            what = "the open_spiel teacher plays bare moves, without an answer format"
+            raise RequestError(what, where="teacher", remedy="remove prompting.format")
         game, spec = environment.game, environment.spec
         name = self.options.policy
         if name == "best" and game.get_type().short_name not in BEST_TEACHERS:

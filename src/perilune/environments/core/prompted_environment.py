@@ -175,8 +175,12 @@ class PromptedEnvironment(EnvironmentWrapper):
             if gold is None:
                 what = f"{self.id} states no right answer to show"
                 raise _refusal(what, "few_shot", "write the examples: a list of question and answer")
-            replayed = replay_conversation(self, task, gold)[len(task.prompt) :]
-            messages += [*self._prompt_builder.build_question(task.prompt), *replayed]
+            try:
+                replayed = replay_conversation(self, task, gold)
+            except ValueError as error:
+                what = f"{self.id} cannot show the right answer to task {task.task_id!r}: {error}"
+                raise _refusal(what, "few_shot", "allow more turns, or write the examples") from None
+            messages += [*self._prompt_builder.build_question(task.prompt), *replayed[len(task.prompt) :]]
         return frozenset(task.task_id for task in tasks), tuple(messages)
 
     def _render_example(self, example: Example) -> list[Message]:

@@ -24,3 +24,10 @@ class EnvironmentWrapper:
 
     def close(self) -> None:
         self._environment.close()
+
+
+def unwrap(environment: Environment) -> Environment:
+    """Return the environment inside all wrappers."""
+    while isinstance(environment, EnvironmentWrapper):
+        environment = environment._environment
+    return environment
