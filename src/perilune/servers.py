@@ -16,6 +16,7 @@ ServerToken = Annotated[
     Field(description="name of the environment variable that holds the server's token; list it in `secrets`"),
 ]
 """Type of a field of settings that names the token of a server."""
+MAX_SERVER_TEMPERATURE = 2.0  # that OpenAI's API, vLLM and `perilune serve` accept
 _MAX_RETRY_DELAY_S = 30.0  # seconds between two attempts
 _RETRY_STATUSES = frozenset({429, 502, 503, 504})
 _MAX_ANSWER_BYTES = 256 << 20  # in one answer

@@ -65,6 +65,7 @@ def test_server_without_the_weights_stops_the_run(
     [
         (RLSpec, {"asynchronous": {}}, "does not work with asynchronous"),
         (RLSpec, {"train_sub_agents": True}, "does not work with sub-agents"),
+        (RLSpec, {"temperature": 2.5}, "temperature is 2.5, and servers accept at most 2"),
         (SelfPlaySpec, {}, "samples several policies"),
     ],
 )

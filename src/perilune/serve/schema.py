@@ -25,6 +25,7 @@ from pydantic import (
 from perilune.engine.request import SamplingParams
 from perilune.serve.bodies import Body, Document, RequestBody, check_size, require_part_types
 from perilune.serve.tool_formats import MAX_CALLS, ToolFormat
+from perilune.servers import MAX_SERVER_TEMPERATURE
 
 MAX_CHOICES = 256  # samples of one request
 MAX_STOPS = 16
@@ -207,7 +208,7 @@ class Sampling(RequestBody):
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float = Field(1.0, ge=0, le=2)
+    temperature: float = Field(1.0, ge=0, le=MAX_SERVER_TEMPERATURE)
     top_p: float = Field(1.0, gt=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)

@@ -13,6 +13,7 @@ from perilune.learn.process_rewards import ProcessRewardField
 from perilune.learn.training_settings import AlgorithmSettings, LearnerSettings
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.memory import base_bytes
+from perilune.servers import MAX_SERVER_TEMPERATURE
 from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings, default_corrections
 from perilune.tasks.rl.auxiliary_rewards import AuxiliaryRewards
 from perilune.tasks.rl.curriculum_settings import CurriculumSettings
@@ -182,6 +183,11 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
         }
         if self.server and (found := [name for name, is_set in others.items() if is_set]):
             yield f"engine is a server, which does not work with {found[0]} yet. Remove one of them"
+        if self.server and self.temperature > MAX_SERVER_TEMPERATURE:
+            yield (
+                f"temperature is {self.temperature:g}, and servers accept at most"
+                f" {MAX_SERVER_TEMPERATURE:g}. Lower it, or remove engine"
+            )
 
     def _sub_agent_conflicts(self) -> Iterator[str]:
         others = {
