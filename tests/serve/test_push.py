@@ -192,9 +192,10 @@ def test_vllm_client_updates_perilune_server(server: Served, checkpoint: Path, t
 class VLLM(httpx.MockTransport):
     """A fake vLLM server, with the routes of its development mode: /pause, /collective_rpc, /resume."""
 
-    def __init__(self, fails: bool = False, config: Any = None) -> None:
+    def __init__(self, fails: bool = False, config: Any = None, lost: str = "") -> None:
         super().__init__(self._answer)
-        self.paused, self.fails, self.config, self.calls = False, fails, config, []
+        self.paused, self.fails, self.config, self.lost = False, fails, config, lost
+        self.calls: list[Any] = []
 
     def _answer(self, request: httpx.Request) -> httpx.Response:
         import json
@@ -202,6 +203,8 @@ class VLLM(httpx.MockTransport):
         path = request.url.path
         body = json.loads(request.content) if request.content else None
         self.calls.append((request.url.raw_path.decode(), body))
+        if path == self.lost:
+            raise httpx.ReadError("reset by peer")
         if path == "/v1/models":
             return httpx.Response(200, json={"object": "list", "data": [{"id": "m", "owned_by": "vllm"}]})
         if path in ("/pause", "/resume"):
@@ -247,6 +250,19 @@ def test_vllm_stays_paused_after_failed_load(checkpoint: Path, monkeypatch: pyte
     with pytest.raises(WorkFailedError, match="stays paused"):
         vllm(monkeypatch, fake).push(checkpoint, None, lambda sent, total: None)
     assert fake.paused
+
+
+@pytest.mark.parametrize("lost", ["/pause", "/reset_prefix_cache", "/resume", "/v1/load_lora_adapter"])
+def test_lost_connection_to_vllm_is_reported_and_not_repeated(
+    lost: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    fake = VLLM(lost=lost)
+    server = vllm(monkeypatch, fake)
+    with pytest.raises(WorkFailedError, match=f"lost during POST {lost}") as failure:
+        server.push(tmp_path if "lora" in lost else checkpoint, None, lambda sent, total: None)
+    assert "http://vllm:8000" in str(failure.value) and "push again" in str(failure.value)
+    assert [path.partition("?")[0] for path, _ in fake.calls].count(lost) == 1
 
 
 def test_vllm_on_a_cpu_gets_no_model_with_tied_embeddings(

@@ -129,7 +129,7 @@ class VLLMServer:
         began, path = time.monotonic(), str(folder.absolute())
         if (folder / CONFIG).exists():
             adapter = {"lora_name": folder.name, "lora_path": path, "load_inplace": True}
-            self._http.exchange("POST", "/v1/load_lora_adapter", adapter)
+            self._http.post("/v1/load_lora_adapter", adapter)
         else:
             self._check_output_weights(folder)
             self._reload(path)
@@ -152,18 +152,18 @@ class VLLMServer:
             )
 
     def _reload(self, path: str) -> None:
-        self._http.exchange("POST", "/pause?mode=keep", {})
+        self._http.post("/pause?mode=keep", {})
         arguments = {"weights_path": path, "is_checkpoint_format": True}
         try:
-            self._http.exchange("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
-        except (RequestError, WorkFailedError, httpx.TransportError) as error:
+            self._http.post("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
+        except (RequestError, WorkFailedError) as error:
             raise WorkFailedError(
                 f"vLLM could not load the weights and stays paused; it may have a part of them ({error})",
                 where=path,
                 remedy="see the log of vLLM, then push again or restart vLLM",
             ) from None
-        self._http.exchange("POST", "/reset_prefix_cache", {})
-        self._http.exchange("POST", "/resume", {})
+        self._http.post("/reset_prefix_cache", {})
+        self._http.post("/resume", {})
 
 
 def _write_update(scratch: Path, folder: Path, base: Path | None, has: Mapping[str, Any]) -> Update:
@@ -202,6 +202,21 @@ class _Http:
                 message = f"the server does not answer: {error}"
                 time.sleep(min(0.1 * 2**attempt, _MAX_WAIT_S))
         raise WorkFailedError(message, where=self._url)
+
+    def post(self, path: str, body: dict[str, Any]) -> None:
+        """Send one request, without repeating it: the server may have carried it out.
+
+        Raises:
+            RequestError, WorkFailedError: as `exchange`, and when the connection fails.
+        """
+        try:
+            self.exchange("POST", path, body)
+        except httpx.TransportError as error:
+            raise WorkFailedError(
+                f"the connection was lost during POST {path}: {error}",
+                where=self._url,
+                remedy="see the server's log, then push again; the server may stay paused until then",
+            ) from None
 
     def exchange(
         self, method: str, path: str, body: dict[str, Any] | bytes | None, headers: Mapping[str, str] = {}
