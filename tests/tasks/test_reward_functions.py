@@ -10,6 +10,7 @@ from task_environments import Digits
 
 from perilune.environments.core.protocol import Failure, Score, Task, Transcript
 from perilune.environments.core.registry import make_environment
+from perilune.environments.core.rewards import WeightedRewards
 from perilune.errors import RequestError
 from perilune.recipe.load import load_recipe
 from perilune.recipe.schema import build_job
@@ -94,6 +95,20 @@ def test_reward_is_the_weighted_sum_and_gold_the_verdict() -> None:
     assert wrong.reward == pytest.approx(0.0 + 0.0 - 0.02 + 0.5 - 2.0)
     assert right.metrics["gold"] == 1.0
     assert wrong.metrics["gold"] == 0.0
+
+
+class Closable(Digits):
+    def close(self) -> None:
+        """Have nothing to close."""
+
+
+def test_close_closes_the_event_loop_of_asynchronous_functions() -> None:
+    environment = WeightedRewards(Closable(DIGITS), section(slowly=function("slowly"))["rewards"])
+    environment.load_confined()
+    assert isinstance(environment.score(TASK, Transcript("71")), Score)
+    loop = environment._loop
+    environment.close()
+    assert loop is not None and loop.is_closed()
 
 
 def test_unlisted_terms_do_not_count() -> None:

@@ -92,6 +92,12 @@ class WeightedRewards(EnvironmentWrapper, SingleTurn):
         """
         self._functions = {name: _load_function(name, section) for name, section in self._sections.items()}
 
+    def close(self) -> None:
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = None
+        super().close()
+
     def score(self, task: Task, transcript: Transcript) -> Outcome:
         """Return the weighted sum of the terms that apply to the task."""
         has_terms = self._judges or isinstance(self._environment, PromptedEnvironment)
