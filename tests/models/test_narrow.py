@@ -55,6 +55,17 @@ def test_torch_and_c_kernels_round_equally(kind: NarrowKind) -> None:
     assert (expected - (x @ weight.T + bias)).abs().max() > 1e-4
 
 
+@pytest.mark.skipif(not ops.is_available(), reason="needs a C compiler: install gcc or clang")
+@pytest.mark.parametrize("bits", [0x7F800001, 0x7FC00000, 0x7FFFFFFF, -1, -0x7FFFFF])
+def test_torch_and_c_kernels_keep_nan_in_bfloat16(bits: int) -> None:
+    nan = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+    assert nan.isnan() and nan.to(torch.bfloat16).isnan()
+    x, weight = torch.ones(3, 32), torch.randn(40, 32)
+    x[1, 5] = nan
+    product = products.linear(x, *products.pack_weight(weight, None, "bfloat16"))
+    assert torch.equal(product.isnan(), torch.tensor([[False], [True], [False]]).expand(3, 40))
+
+
 def logits(decoder: Decoder) -> torch.Tensor:
     tokens = torch.arange(30) * 7 % 98
     with torch.no_grad():

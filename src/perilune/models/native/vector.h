@@ -95,7 +95,8 @@ INLINE uint16_t narrow(float x)
 {
     uint32_t bits;
     memcpy(&bits, &x, 4);
-    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+    uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1); /* may carry the bits of a NaN into its sign */
+    return (uint16_t)(((bits & 0x7fffffff) > 0x7f800000 ? bits | 0x400000 : rounded) >> 16);
 }
 
 INLINE vec widen_bytes(const int8_t *p)
