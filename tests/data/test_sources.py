@@ -123,6 +123,21 @@ def test_read_rows_names_row_of_invalid_csv(content: bytes, error: str, row: int
     assert error in caught.value.what and caught.value.where == f"{path} row {row}"
 
 
+@pytest.mark.parametrize(
+    ("content", "answer"),
+    [
+        ("prompt, completion\n2+2, 4\n", "4"),
+        ('"prompt", "completion"\n"2+2", "4, or 5"\n', "4, or 5"),
+        (" prompt\tcompletion \n2+2\t 4\n", " 4"),  # no space after the delimiter: values keep theirs
+        ("prompt,completion\n2+2, 4\n", " 4"),
+    ],
+)
+def test_spaces_around_names_of_csv_columns_are_ignored(content: str, answer: str, tmp_path: Path) -> None:
+    (tmp_path / "pairs.csv").write_text(content)
+    (row,) = read_rows(tmp_path / "pairs.csv")
+    assert row.value == {"prompt": "2+2", "completion": answer}
+
+
 @pytest.mark.parametrize("header", ["question,answer", "2 + 3?,5", '"2, 3","5"', "2 + 3"])
 def test_read_rows_rejects_csv_without_known_column(header: str, tmp_path: Path) -> None:
     path = tmp_path / "pairs.csv"

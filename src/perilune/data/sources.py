@@ -166,7 +166,9 @@ def _read_file(file: Path) -> Iterator[Row]:
             where=f"{file}:1",
             remedy="name the columns in the first line, such as prompt,completion",
         )
-    return _read_lines(file) if delimiter is None else _read_csv(file, delimiter)
+    if delimiter is None:
+        return _read_lines(file)
+    return _read_csv(file, delimiter, spaced=f"{delimiter} " in _first_line(starts))
 
 
 def _read_lines(file: Path) -> Iterator[Row]:
@@ -210,13 +212,15 @@ def _first_line(starts: bytes) -> str:
     return b"".join(starts.splitlines()[:1]).decode(errors="replace")
 
 
-def _read_csv(file: Path, delimiter: str) -> Iterator[Row]:
+def _read_csv(file: Path, delimiter: str, *, spaced: bool) -> Iterator[Row]:
+    """Read a CSV file. With `spaced`, the spaces after delimiters belong to no value."""
     csv.field_size_limit(MAX_FIELD_CHARACTERS)
     with open_regular(file) as opened, io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as text:
-        rows = filter(None, csv.reader(text, delimiter=delimiter, strict=True))  # without blank lines
+        reader = csv.reader(text, delimiter=delimiter, strict=True, skipinitialspace=spaced)
+        rows = filter(None, reader)  # without blank lines
         number = 0
         try:
-            header = next(rows)
+            header = [name.strip() for name in next(rows)]
             if len(set(header)) < len(header):
                 raise ValueError("two columns have the same name")
             for fields in rows:
