@@ -152,6 +152,23 @@ def test_verify_finds_file_replaced_by_link_to_equal_file(pristine: Path, data: 
         assert first_difference(bundle) == (name, "type")
 
 
+@pytest.mark.parametrize(
+    ("name", "difference"),
+    [
+        ("bundle.json", ("bundle.json", "type")),
+        ("artifacts/manifest.json", ("artifacts/manifest.json", "type")),
+        ("runtime/result.json", ("artifacts/manifest.json", "changed")),  # an invalid result confirms nothing
+    ],
+)
+def test_verify_follows_no_link(bundle: Path, tmp_path: Path, name: str, difference: tuple[str, str]) -> None:
+    write_artifacts(bundle)
+    (bundle / name).rename(tmp_path / "outside")
+    (bundle / name).symlink_to(tmp_path / "outside")
+    assert first_difference(bundle) == difference
+    (tmp_path / "outside").unlink()
+    assert first_difference(bundle) == difference
+
+
 @pytest.mark.parametrize("name", ["bundle.json", "job.json", "artifacts/manifest.json"])
 def test_verify_reads_no_pipe(bundle: Path, name: str) -> None:
     (bundle / name).parent.mkdir(exist_ok=True)

@@ -1,6 +1,7 @@
 """Verifies the files of a bundle against its digest, manifest and result."""
 
 import json
+import os
 import stat
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -93,8 +94,8 @@ def require_verified(bundle: Path, expected: str | None = None, removed: Collect
 
 def _frozen_differences(bundle: Path, expected: str | None) -> Iterator[Difference]:
     path = bundle / BUNDLE_FILE
-    if not path.is_file():
-        yield Difference(BUNDLE_FILE, "type" if path.exists() else "missing")
+    if not _is_plain(path):
+        yield Difference(BUNDLE_FILE, "type" if os.path.lexists(path) else "missing")
         return
     data = path.read_bytes()
     recorded = _parse_entries(data)
@@ -105,6 +106,10 @@ def _frozen_differences(bundle: Path, expected: str | None) -> Iterator[Differen
     if expected is not None and digest != expected:
         yield Difference(BUNDLE_FILE, "changed", expected, digest)
     yield from _compare(bundle, recorded, _list_present(bundle))
+
+
+def _is_plain(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
 
 
 def _parse_entries(data: bytes) -> dict[str, Entry] | None:
@@ -153,10 +158,11 @@ def _artifact_differences(bundle: Path) -> Iterator[Difference]:
     path = bundle / "artifacts" / MANIFEST
     name = f"artifacts/{MANIFEST}"
     result = bundle / "runtime" / "result.json"
-    expected_digest = _expected_manifest_digest(result) if result.exists() else None
-    if not path.is_file():
-        if path.exists() or expected_digest is not None:
-            yield Difference(name, "type" if path.exists() else "missing")
+    expected_digest = _expected_manifest_digest(result) if os.path.lexists(result) else None
+    if not _is_plain(path):
+        exists = os.path.lexists(path)
+        if exists or expected_digest is not None:
+            yield Difference(name, "type" if exists else "missing")
         return
     if expected_digest is not None and sha256_file(path) != expected_digest:
         yield Difference(name, "changed", f"sha256 {expected_digest}", sha256_file(path))
@@ -168,7 +174,7 @@ def _artifact_differences(bundle: Path) -> Iterator[Difference]:
 
 
 def _expected_manifest_digest(result: Path) -> str | None:
-    if not result.is_file():
+    if not _is_plain(result):
         return ""
     try:
         document = json.loads(result.read_bytes())
