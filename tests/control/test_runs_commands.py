@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from drill_cases import (
 
 from perilune.bundle.manifest import write_manifest
 from perilune.cli.inspect.run_table import describe_doubts
-from perilune.control.queries.lookup import find_run
+from perilune.control.queries import lookup
+from perilune.control.queries.lookup import find_run, latest_experiments, stage_statuses
 from perilune.control.runs.experiments import Control, advance
 from perilune.control.runs.progress import StageFinished, StageProgress
 from perilune.control.runs.reproduction import reproduce_run
@@ -59,6 +61,32 @@ def test_runs_are_listed_in_stage_order_and_found_by_id_prefix_or_name(
     assert code == 0 and "failed (work_failed: nothing was learnt)" in out
     assert "zeta" in perilune("runs")[1]
     assert json.loads(perilune("runs", "drills", "--json")[1])["runs"] == listed
+
+
+def test_unknown_name_gets_the_closest_name_as_remedy(perilune: Command, control: Control) -> None:
+    carry_out(control, drill_plan("zeta", steps=1))
+    for command, close in (
+        ("show zetta", "zeta"),
+        ("logs drils/zeta", "drills"),
+        ("show drills/zeto", "drills/zeta"),
+        ("runs dirlls", "drills"),
+        ("wait drillls", "drills"),
+    ):
+        code, _, err = perilune(*command.split())
+        assert code == 2 and f"try: '{close}'; perilune runs lists all\n" in err
+
+
+def test_chat_names_the_stages_of_an_experiment_that_make_checkpoints(
+    perilune: Command, control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carry_out(control, drill_plan("zeta", steps=1))
+    _, _, err = perilune("chat", "zeta")
+    assert "makes no checkpoint\n  try: name a run that makes one: perilune runs\n" in err
+    statuses = stage_statuses(control, latest_experiments(control))
+    trained = replace(statuses[0], name="warm", task="sft")
+    waiting = replace(trained, name="later", run_id="")
+    monkeypatch.setattr(lookup, "stage_statuses", lambda *_: [*statuses, trained, waiting])
+    assert perilune("chat", "zeta")[2].endswith("try: a stage that makes one: drills/warm\n")
 
 
 def test_show_prints_warnings_and_metrics(perilune: Command, control: Control) -> None:

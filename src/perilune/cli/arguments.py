@@ -267,7 +267,7 @@ def find_checkpoint(checkpoint: str) -> Path:
             f"the model {checkpoint} is not in this home", remedy=f"perilune model fetch {checkpoint}"
         )
     from perilune.bundle.plugin import load_plugin
-    from perilune.control.queries.lookup import find_run
+    from perilune.control.queries.lookup import find_run, stage_statuses
     from perilune.control.runs.experiments import Control
 
     control = Control()
@@ -279,7 +279,12 @@ def find_checkpoint(checkpoint: str) -> Path:
         raise RequestError(what, remedy=error.remedy) from None
     plugin = load_plugin(run.task)
     if plugin.produces != "checkpoint":
-        raise RequestError(f"a run of {run.task} makes no checkpoint", where=checkpoint)
+        stages = stage_statuses(control, [run.experiment_id])
+        begun = [stage for stage in stages if stage.run_id]
+        fitting = [stage for stage in begun if load_plugin(stage.task).produces == "checkpoint"]
+        names = ", ".join(f"{stage.experiment}/{stage.name}" for stage in fitting)
+        remedy = f"a stage that makes one: {names}" if names else "name a run that makes one: perilune runs"
+        raise RequestError(f"a run of {run.task} makes no checkpoint", where=checkpoint, remedy=remedy)
     folder = control.directory(run) / plugin.output
     if not folder.is_dir():
         raise RequestError(

@@ -1,5 +1,6 @@
 """Find runs and experiments by id or name, and describe them."""
 
+import difflib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from perilune.files import read_json, sha256_file
 
 SUMMARY_FILE = "artifacts/summary.json"
 WAITING_STATE = "waiting"  # state of a stage without a run
+MAX_COMPARED_NAMES = 500  # stages of the latest experiments, with whose names an unknown name is compared
 OMITTED_KEYS = ("kind", "correct_per_task", "seconds")  # parts of a summary that listings omit
 
 NamedRow = TypeVar("NamedRow", Run, Experiment)
@@ -102,7 +104,7 @@ def find_experiment(control: Control, reference: str | None = None) -> Experimen
         if reference in {experiment.id, experiment.name}:
             return experiment
     fitting = [experiment for experiment in everything if experiment.id.startswith(reference.upper())]
-    return _require_single(fitting, reference, "experiment")
+    return _require_single(control, fitting, reference, "experiment")
 
 
 def find_experiments(control: Control, reference: str) -> list[str]:
@@ -128,8 +130,10 @@ def find_run_or_experiment(control: Control, reference: str) -> Run | Experiment
         try:
             return find_experiment(control, reference)
         except RequestError:
-            what = no_run.what.replace("no run is", "no run or experiment is", 1)
-            raise RequestError(what, where=no_run.where, remedy=no_run.remedy) from None
+            what, remedy = no_run.what.replace("no run is", "no run or experiment is", 1), no_run.remedy
+            if isinstance(no_run, UnknownNameError):
+                remedy = _suggest_name(control, reference, "run or experiment")
+            raise RequestError(what, where=no_run.where, remedy=remedy) from None
 
 
 def find_current_stage_run(session: Session, experiment_id: str) -> Run | None:
@@ -169,7 +173,7 @@ def find_run(control: Control, reference: str) -> Run:
             f"no run is called '{reference}', and the latest experiment has no stage of that name",
             remedy=f"{other}/{reference}",
         )
-    return _require_single(prefixed, reference, "run")
+    return _require_single(control, prefixed, reference, "run")
 
 
 def _find_experiment_with(control: Control, stage: str) -> str:
@@ -386,11 +390,25 @@ def _columns(row: Run | Attempt) -> dict[str, Any]:
     return {column.name: getattr(row, column.name) for column in row.__table__.columns}
 
 
-def _require_single(fitting: list[NamedRow], reference: str, kind: str) -> NamedRow:
+def _require_single(control: Control, fitting: list[NamedRow], reference: str, kind: str) -> NamedRow:
     if not fitting or not reference:  # every id begins with an empty prefix
-        raise UnknownNameError(f"no {kind} is called '{reference}'", remedy="perilune runs")
+        remedy = _suggest_name(control, reference, kind)
+        raise UnknownNameError(f"no {kind} is called '{reference}'", remedy=remedy)
     if len(fitting) > 1:
         raise RequestError(
             f"'{reference}' matches {len(fitting)} {kind}s", remedy=", ".join(row.id for row in fitting[:4])
         )
     return fitting[0]
+
+
+def _suggest_name(control: Control, reference: str, kind: str) -> str:
+    """Return the remedy for an unknown name: the closest one of that kind, and the command that lists all."""
+    query = select(Experiment.id, Experiment.name, Stage.name).join(Stage).where(Stage.run_id.is_not(None))
+    with control.store.snapshot() as session:
+        rows = session.execute(query.order_by(Experiment.used.desc()).limit(MAX_COMPARED_NAMES)).all()
+    names = [experiment for _, experiment, _ in rows] if "experiment" in kind else []
+    if "run" in kind:
+        names += [stage for identity, _, stage in rows if identity == rows[0][0]]
+        names += [f"{experiment}/{stage}" for _, experiment, stage in rows]
+    close = difflib.get_close_matches(reference, names, n=1)
+    return f"'{close[0]}'; perilune runs lists all" if close else "perilune runs"
