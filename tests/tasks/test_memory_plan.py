@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from task_cases import make_job
+from task_cases import make_job, run_task
 
 from perilune.bundle import machine
 from perilune.bundle.plugin import MemoryNeed, load_plugin
@@ -180,6 +180,17 @@ def test_stage_that_does_not_fit_is_refused_with_a_fitting_budget(
     with pytest.raises(RequestError, match=r"has 5\.\d GiB for each process") as refused:
         machine.require_memory(need, each)
     assert "lora" in refused.value.remedy, "no token budget helps"
+
+
+@pytest.mark.parametrize("task", ["pairs", "rejection_sampling", "calibrate"])
+def test_stages_that_only_sample_refuse_a_machine_without_the_memory(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observed = machine.observe_machine()
+    small = dataclasses.replace(observed, memory=machine.Memory(1 << 20, 1 << 20), gpus=())
+    monkeypatch.setattr(machine, "observe_machine", lambda: small)
+    with pytest.raises(RequestError, match=r"the stage needs about .* this machine has 0\.0 GiB"):
+        run_task(tmp_path, task)
 
 
 def test_derive_refuses_a_stage_that_does_not_fit(

@@ -9,6 +9,7 @@ from perilune.data.preferences import PREFERENCES_FILE, choose_pairs, make_pair,
 from perilune.errors import RequestError, WorkFailedError
 from perilune.rollout.timing import Stopwatch
 from perilune.tasks.datasets.stages import PairsSpec
+from perilune.tasks.stage.memory_plan import sampling_plan
 from perilune.tasks.stage.outcomes import outcome_figures
 from perilune.tasks.stage.player import open_player
 
@@ -20,7 +21,7 @@ def run(workspace: Workspace, spec: PairsSpec) -> dict[str, Any]:
     workspace.rewind(-1)  # removes the metrics of an earlier attempt
     watch = Stopwatch()
     total = spec.tasks * spec.samples
-    with open_player(workspace, spec.max_tokens) as player:
+    with open_player(workspace, spec.max_tokens, memory=sampling_plan(total)) as player:
         if getattr(player.environment, "max_turns", 1) > 1:
             message = f"a pair is two answers to one prompt, and {player.environment.id} has several turns"
             raise RequestError(message, where="environment", remedy="train on its rewards with rl")

@@ -18,6 +18,7 @@ from perilune.rollout.groups import Groups, flatten
 from perilune.rollout.timing import Stopwatch
 from perilune.tasks.datasets.own_traces import most_likely, reason_to_reject, sampling_provenance, to_record
 from perilune.tasks.datasets.stages import RejectionSamplingSpec
+from perilune.tasks.stage.memory_plan import sampling_plan
 from perilune.tasks.stage.outcomes import outcome_figures
 from perilune.tasks.stage.player import Player, open_player
 from perilune.tasks.stage.system_message import add_system_message
@@ -31,7 +32,7 @@ def run(workspace: Workspace, spec: RejectionSamplingSpec) -> dict[str, Any]:
     workspace.rewind(-1)  # removes the metrics of an earlier attempt
     watch = Stopwatch()
     answers = spec.tasks * spec.samples
-    with open_player(workspace, spec.max_tokens) as player:
+    with open_player(workspace, spec.max_tokens, memory=sampling_plan(answers)) as player:
         groups, *without_system = _sample(spec, player, watch)
         reasons = _reasons_to_reject(groups, spec, player)
     kept, rejected = [], []

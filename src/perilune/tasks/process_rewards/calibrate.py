@@ -29,7 +29,7 @@ def run(workspace: Workspace, spec: CalibrateSpec) -> dict[str, Any]:
     workspace.rewind(-1)  # removes the metrics of an earlier attempt
     total, seed = spec.tasks * spec.samples, workspace.job.seed
     watch = Stopwatch()
-    with open_player(workspace, spec.max_tokens) as player:
+    with open_player(workspace, spec.max_tokens, memory=spec.memory_plan) as player:
         process = ProcessRewards(
             spec.process_rewards, player.policy.decoder, player.rollouts, spec, spec.token_budget
         )

@@ -10,8 +10,9 @@ from pydantic import Field, model_validator
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
 from perilune.learn.process_rewards import AnswerValues, ProcessRewardField
+from perilune.models.config.decoder_config import DecoderConfig
 from perilune.tasks.stage.bounds import MAX_SAMPLES, MAX_TASKS
-from perilune.tasks.stage.memory_plan import CacheSettings, model_config, plan_stage_memory
+from perilune.tasks.stage.memory_plan import StageMemory, model_config, sampling_plan
 from perilune.tasks.stage.sampling import SamplingSpec
 from perilune.tasks.stage.stage import Stage
 
@@ -36,6 +37,16 @@ class CalibrateSpec(SamplingSpec):
             raise ValueError("calibrate takes process_rewards: answer, or a section with that name")
         return self
 
+    @property
+    def max_prefixes(self) -> int:
+        """The most prefixes of an answer from which continuations are sampled."""
+        return self.process_rewards.segments.most if self.process_rewards else 0
+
+    def memory_plan(self, config: DecoderConfig, longest: int, device: str) -> StageMemory:
+        """Return the memory plan for episodes of at most `longest` tokens after the prompt."""
+        at_a_time = self.tasks * self.samples * max(1, self.max_prefixes * self.continuations)
+        return sampling_plan(at_a_time)(config, longest, device)
+
 
 class Calibrate(Stage[CalibrateSpec]):
     """Compares the process rewards of an rl stage with Monte Carlo values of the same prefixes."""
@@ -47,18 +58,11 @@ class Calibrate(Stage[CalibrateSpec]):
     output = "artifacts/summary.json"
 
     def describe(self, spec: CalibrateSpec, job: Job) -> Mapping[str, object]:
-        answers = spec.tasks * spec.samples
-        max_prefixes = spec.process_rewards.segments.most if spec.process_rewards else 0
-        memory = plan_stage_memory(
-            model_config(job),
-            samples=answers,
-            max_tokens=spec.max_tokens,
-            cache=CacheSettings(job.resources.device),
-        )
+        answers, prefixes = spec.tasks * spec.samples, spec.max_prefixes
         return {
             "answers": f"{spec.tasks} held-out tasks x {spec.samples} = {answers:,}",
-            "continuations": f"{spec.continuations} from each of at most {max_prefixes} prefixes per answer",
-            "memory": memory,
+            "continuations": f"{spec.continuations} from each of at most {prefixes} prefixes per answer",
+            "memory": spec.memory_plan(model_config(job), spec.max_tokens, job.resources.device),
         }
 
 

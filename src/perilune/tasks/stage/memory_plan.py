@@ -274,6 +274,19 @@ def _add_gpu_engine(
     return replace(plan, persistent=persistent)
 
 
+def sampling_plan(samples: int) -> Callable[[DecoderConfig, int, str], StageMemory]:
+    """Return the memory plan of a stage that only samples, at most `samples` answers at a time.
+
+    The plan is a function of the model, the tokens of the longest episode, and the device.
+    """
+
+    def plan(config: DecoderConfig, longest: int, device: str) -> StageMemory:
+        cache = CacheSettings(device)
+        return plan_stage_memory(config, samples=samples, max_tokens=longest, cache=cache)
+
+    return plan
+
+
 def plan_sampling_memory(
     job: Job, max_tokens: int, samples: int, precision: Precision = "float32"
 ) -> StageMemory:
