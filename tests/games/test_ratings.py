@@ -45,6 +45,16 @@ def test_unbeaten_player_has_a_finite_rating_that_grows_with_games() -> None:
     assert 0 < few < many < 1000
 
 
+def test_matches_of_a_pair_count_as_one_match() -> None:
+    whole = compute_ratings([Match("a", "b", games(6, 1, 1))], "b", resamples=0)
+    parts = [
+        Match("a", "b", games(3, 0, 0)),
+        Match("b", "a", games(1, 1, 0)),
+        Match("a", "b", games(3, 0, 0)),
+    ]
+    assert compute_ratings(parts, "b", resamples=0)["a"].mean == pytest.approx(whole["a"].mean)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.floats(-400, 400), min_size=2, max_size=5),

@@ -89,7 +89,9 @@ def _fit_strengths(
 ) -> NDArray[np.float64]:
     """Return maximum likelihood strengths, float64[R, players] in nats; 0 for player 0."""
     first, second = pairs.T
-    games, won = games + PRIOR_GAMES, won + PRIOR_GAMES / 2
+    _, pair, entries = np.unique(np.sort(pairs), axis=0, return_inverse=True, return_counts=True)
+    prior = PRIOR_GAMES / entries[pair.reshape(-1)]  # of each entry, in any order of its players
+    games, won = games + prior, won + prior / 2
     strength = np.zeros((len(won), players))
     diagonal = np.arange(players)
     for _ in range(_MAX_NEWTON_STEPS):
