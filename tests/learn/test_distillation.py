@@ -37,7 +37,7 @@ FIRST = torch.zeros(1, dtype=torch.int64)
 
 
 def figures(k: int = 3) -> dict[str, float]:
-    return {name: float(value) for name, value in diagnostics(P, Q, FIRST, k).items()}
+    return {name: float(value) for name, value in diagnostics(P, Q, FIRST, k)._asdict().items()}
 
 
 def test_diagnostics_worked_example() -> None:
@@ -86,7 +86,7 @@ def test_gkd_rejects_beta_above_1() -> None:
 def test_overlap_advantage_is_negative_kl_over_shared_top_tokens() -> None:
     torch.manual_seed(0)
     p, q = (torch.randn(40, 30, dtype=torch.float64).mul(2).log_softmax(-1) for _ in range(2))
-    by_token = diagnostics(p, q, torch.zeros(40, dtype=torch.int64), 5)
+    by_token = diagnostics(p, q, torch.zeros(40, dtype=torch.int64), 5)._asdict()
     found = {name: values.sum() for name, values in by_token.items()}
     total, count, overlaps = 0.0, 0, []
     for a, b in zip(p.exp().numpy(), q.exp().numpy(), strict=True):
@@ -107,7 +107,7 @@ def test_overlap_advantage_is_negative_kl_over_shared_top_tokens() -> None:
 @given(st.integers(0, 1000), st.integers(1, 40))
 def test_diagnostics_and_losses_are_zero_for_equal_policies(seed: int, k: int) -> None:
     p = torch.randn(6, 23, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).log_softmax(-1)
-    by_token = diagnostics(p, p, torch.zeros(6, dtype=torch.int64), k)
+    by_token = diagnostics(p, p, torch.zeros(6, dtype=torch.int64), k)._asdict()
     found = {name: values.sum() for name, values in by_token.items()}
     assert found["overlap_ratio"].item() == pytest.approx(6)
     for name in (

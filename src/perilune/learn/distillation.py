@@ -13,7 +13,7 @@ A reverse KL on sampled tokens without the policy gradient would be useless: its
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -111,7 +111,7 @@ def distill(
     """Add the gradient of one step. The loss is the mean over the step's `tokens` learned tokens.
 
     Returns:
-        loss, tokens, and the means of `diagnostics` over the step.
+        loss, tokens, and the means of the `Diagnostics` over the step.
     """
     parts = list(parts)
     by_episodes = {part.student.episode_ids: part for part in parts}
@@ -126,11 +126,7 @@ def distill(
         p = log_distribution(learner.trained.logits(hidden)[:, :size], loss.temperature)
         losses = token_losses(p, q, targets, old_logprobs, advantages, loss)
         with torch.no_grad():  # last, so that the recomputation in the backward pass ends before it
-            figures = diagnostics(p.detach(), q, targets, loss.k)
-        names[:] = figures
-        return losses, *figures.values()
-
-    names: list[str] = []
+            return losses, *diagnostics(p.detach(), q, targets, loss.k)
 
     def objective(batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
         part = by_episodes[batch.episode_ids]
@@ -140,7 +136,7 @@ def distill(
         columns = (hidden, states, batch.targets, batch.old_logprobs, advantages)
         logits = DISTILLATION_ROW * teacher.config.vocab_size
         losses, *figures = compute_in_row_chunks(of_rows, columns, logits)
-        sums = {name: figure.sum() for name, figure in zip(names, figures, strict=True)}
+        sums = {name: figure.sum() for name, figure in zip(Diagnostics._fields, figures, strict=True)}
         return losses.sum() / tokens, sums
 
     totals = learner.forward_backward_custom([part.student for part in parts], objective)
@@ -197,8 +193,8 @@ def generalized_jsd(p: Tensor, q: Tensor, beta: float) -> Tensor:
     return beta * _kl(q, middle) + (1 - beta) * _kl(p, middle)
 
 
-def diagnostics(p: Tensor, q: Tensor, targets: Tensor, k: int) -> dict[str, Tensor]:
-    """Return figures that compare student and teacher, each with one entry per token, [M].
+class Diagnostics(NamedTuple):
+    """Figures that compare student and teacher, each with one entry per token, [M].
 
     With S_p and S_q the k likeliest tokens of each, and O their intersection:
 
@@ -208,9 +204,27 @@ def diagnostics(p: Tensor, q: Tensor, targets: Tensor, k: int) -> dict[str, Tens
       -KL(p' || q') / |O| <= 0 (arXiv 2604.13016, eq. 7). Its size depends on k.
     * overlap_advantage_verl: verl's quantity of the same name, mean over O of -q (log q - log p); any sign
     * topk_mass_student, _teacher: mass of p and of q on S_q
-    * entropy_gap: |H(q) - H(p)|; entropy_gap_topk: the same of each renormalized on its own k tokens
-    * entropy of p; reverse_kl: log p - log q of the sampled token
+    * entropy of p; entropy_gap: |H(q) - H(p)|; entropy_gap_topk: the same of each renormalized on its own k
+      tokens
+    * reverse_kl: log p - log q of the sampled token
     """
+
+    overlap_ratio: Tensor
+    overlap_tokens: Tensor
+    overlap_advantage: Tensor
+    overlap_advantage_verl: Tensor
+    overlap_mass_student: Tensor
+    overlap_mass_teacher: Tensor
+    topk_mass_student: Tensor
+    topk_mass_teacher: Tensor
+    entropy: Tensor
+    entropy_gap: Tensor
+    entropy_gap_topk: Tensor
+    reverse_kl: Tensor
+
+
+def diagnostics(p: Tensor, q: Tensor, targets: Tensor, k: int) -> Diagnostics:
+    """Compare student and teacher; p and q are float[M, V] log-probs, and targets the sampled tokens."""
     k = min(k, p.shape[-1])
     best_p, indices_p = p.topk(k, dim=-1)
     best_q, indices_q = q.topk(k, dim=-1)
@@ -226,20 +240,20 @@ def diagnostics(p: Tensor, q: Tensor, targets: Tensor, k: int) -> dict[str, Tens
     verl = torch.where(shared, -q.exp() * (q - p), 0).sum(-1) / size
     entropies = [_entropy(p), _entropy(q)]
     topk = [_entropy(best_p.log_softmax(-1)), _entropy(best_q.log_softmax(-1))]
-    return {
-        "overlap_ratio": count / k,
-        "overlap_tokens": overlaps,
-        "overlap_advantage": torch.where(overlaps, advantage, 0),
-        "overlap_advantage_verl": torch.where(overlaps, verl, 0),
-        "overlap_mass_student": torch.where(shared, p.exp(), 0).sum(-1),
-        "overlap_mass_teacher": torch.where(shared, q.exp(), 0).sum(-1),
-        "topk_mass_student": p.gather(-1, indices_q).exp().sum(-1),
-        "topk_mass_teacher": best_q.exp().sum(-1),
-        "entropy": entropies[0],
-        "entropy_gap": (entropies[1] - entropies[0]).abs(),
-        "entropy_gap_topk": (topk[1] - topk[0]).abs(),
-        "reverse_kl": gather_logprobs(p, targets) - gather_logprobs(q, targets),
-    }
+    return Diagnostics(
+        overlap_ratio=count / k,
+        overlap_tokens=overlaps,
+        overlap_advantage=torch.where(overlaps, advantage, 0),
+        overlap_advantage_verl=torch.where(overlaps, verl, 0),
+        overlap_mass_student=torch.where(shared, p.exp(), 0).sum(-1),
+        overlap_mass_teacher=torch.where(shared, q.exp(), 0).sum(-1),
+        topk_mass_student=p.gather(-1, indices_q).exp().sum(-1),
+        topk_mass_teacher=best_q.exp().sum(-1),
+        entropy=entropies[0],
+        entropy_gap=(entropies[1] - entropies[0]).abs(),
+        entropy_gap_topk=(topk[1] - topk[0]).abs(),
+        reverse_kl=gather_logprobs(p, targets) - gather_logprobs(q, targets),
+    )
 
 
 def _means(totals: Mapping[str, float], k: int) -> dict[str, float]:
