@@ -133,7 +133,7 @@ def test_vllm_request_sets_every_sampling_option() -> None:
         engine.sample([PROMPT], 2, SamplingParams(max_tokens=4))
     (path, full, _), (_, plain, _) = server.asked
     common = {
-        "model": "m", "prompt": [5, 6, 7], "n": 2, "seed": derive_seed(PROMPT.key), "logprobs": 0,
+        "model": "m", "prompt": [5, 6, 7], "n": 2, "logprobs": 0,
         "ignore_eos": True, "return_token_ids": True,
     }  # fmt: skip
     assert path == "/v1/completions"
