@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,8 @@ def test_score_is_read_at_the_last_token() -> None:
 
 def test_score_is_read_at_the_last_token_even_when_masked() -> None:
     answer = episode(0.0, tokens=(4, 5, 6), mask=(True, False, False))
+    top = np.zeros((3, 2))
+    answer = replace(answer, top_ids=top.astype(np.int32), top_logprobs=top.astype(np.float32))
     assert append_scored_token(answer).loss_mask.tolist() == [False, False, False, True]
     model = small_reward_model(0)
     assert score(model, [answer], 100)[0] == pytest.approx(plain_score(model, answer).item(), abs=1e-5)

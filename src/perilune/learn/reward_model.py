@@ -43,6 +43,8 @@ def append_scored_token(episode: Episode) -> Episode:
         policy_version=np.zeros(length, np.int32),
         step_rewards=None,
         routed_experts=None,
+        top_ids=None,
+        top_logprobs=None,
     )
 
 

@@ -104,6 +104,8 @@ def _extend(one: Episode) -> Episode:
         policy_version=np.append(one.policy_version, one.policy_version[-1]),
         step_rewards=None,
         routed_experts=None if one.routed_experts is None else with_missing_row(one.routed_experts),
+        top_ids=None,
+        top_logprobs=None,
     )
 
 
