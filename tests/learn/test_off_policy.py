@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -158,6 +159,9 @@ def test_max_staleness_masks_tokens_of_old_policy_versions() -> None:
         {"bounds": (2.0, 1.0)},
         {"reject_bounds": (-1.0, 1.0)},
         {"levle": "token"},
+        {"proximal": "learner", "bounds": (0.0, 5.0)},  # nothing is bounded without `weight`
+        {"proximal": "learner", "level": "sequence-product"},
+        {"reject_bounds": (0.5, 2.0)},
     ],
 )
 def test_off_policy_settings_reject_invalid_options(options: dict) -> None:
@@ -250,6 +254,8 @@ def test_ppo_bootstraps_truncated_answers_from_the_value_of_the_last_state() -> 
             episode(None, failure="verifier: no", name="0/1/1"),
         ],
     ]
+    top = np.zeros((2, 1))
+    groups[0][1] = replace(groups[0][1], top_ids=top.astype(np.int32), top_logprobs=top.astype(np.float32))
     found = compute_signals(
         {"values", "values_after"}, groups, SignalModels(decoder, critic=critic), token_budget=9
     )

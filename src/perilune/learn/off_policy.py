@@ -72,6 +72,12 @@ class OffPolicySettings(Frozen):
             low, high = getattr(self, name)
             if not 0 <= low < high:
                 raise ValueError(f"{name} must be 0 <= lowest < highest")
+        for name, needed in {"level": "weight", "bounds": "weight", "reject_bounds": "reject"}.items():
+            if (
+                getattr(self, needed) == "none"
+                and getattr(self, name) != type(self).model_fields[name].default
+            ):
+                raise ValueError(f"{name} has no effect with {needed}: none. Set {needed}, or remove {name}")
         return self
 
     @property
