@@ -97,6 +97,24 @@ def test_plan_and_run_report_the_same_errors_of_a_recipe_with_faults_in_two_stag
         assert [error.where for error in caught.value.others] == ["stages.after: tasks"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["sft.restore_optimizer=true"], "has no optimizer state"),
+        (["rl.restore_optimizer=true"], "has no optimizer state"),
+        (["rl.restore_optimizer=true", "sft.keep.optimizer=true", "rl.lora={}"], "other parameters"),
+    ],
+)
+def test_run_checks_that_an_earlier_stage_keeps_the_optimizer(
+    tmp_path: Path, changes: list[str], message: str
+) -> None:
+    load_pens_recipe(tmp_path)
+    with pytest.raises(RequestError, match=message):
+        derive_plans(load_recipe(tmp_path / "pens.yaml", changes))
+    kept = ["rl.restore_optimizer=true", "sft.keep.optimizer=true"]
+    assert derive_plans(load_recipe(tmp_path / "pens.yaml", kept))
+
+
 def test_plan_reports_a_fault_that_stages_share_once(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="needs 500") as caught:
         derive_plans(load_pens_recipe(tmp_path, evaluated=500, tasks=500))
@@ -110,6 +128,14 @@ def test_plan_warns_when_scoring_raises(tmp_path: Path) -> None:
     (rl,) = derive_plans(load_recipe(tmp_path / "broken.yaml"), check=True)
     warning = "broken.py:Broken fails to score the answer '0' to its first task: scorer raised KeyError"
     assert rl["derived"]["warning 1"].startswith(warning)
+
+
+def test_plan_warns_of_unknown_auxiliary_terms(tmp_path: Path) -> None:
+    load_pens_recipe(tmp_path)
+    changes = ["rl.auxiliary_rewards.weights.nope=1", "environment.prompting.format=boxed"]
+    stages = derive_plans(load_recipe(tmp_path / "pens.yaml", changes), check=True)
+    (text,) = (v for stage in stages for name, v in stage["derived"].items() if "warning" in name)
+    assert "auxiliary_rewards.weights.nope: no episode has the reward term 'nope'; one of: format" in text
 
 
 def test_plan_warns_of_repeated_ids_and_long_prompts(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from perilune.cli.output import format_for_terminal
 from perilune.cli.train.plan_checks import (
     check_heldout,
     check_job,
+    check_optimizer,
     check_texts,
     check_weights,
     find_scoring_failure,
@@ -87,6 +88,7 @@ def _derive_stage(recipe: Recipe, stage: Stage, template: Template | None) -> di
     if template is None:
         require_device(job.resources)
     figures = dict(load_plugin(stage.task).plan(job))
+    check_optimizer(recipe, stage)
     check_heldout(job)
     needs = [need for need in figures.values() if isinstance(need, MemoryNeed)]
     for need in needs if template is None else ():

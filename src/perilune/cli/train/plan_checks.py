@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.plugin import load_plugin
+from perilune.bundle.remote.runner import OPTIMIZER
 from perilune.cli.arguments import MAX_COUNTED_TASKS
 from perilune.environments.core.protocol import Failure, Transcript
 from perilune.environments.core.registry import REWARDS, make_environment, part_sections
@@ -23,11 +24,12 @@ from perilune.environments.core.rewards import VERIFIER_TERM
 from perilune.errors import RequestError
 from perilune.extensions import is_file_reference
 from perilune.files import canonical_json
+from perilune.recipe.schema import MODEL
 
 if TYPE_CHECKING:
     from perilune.bundle.job import Job
     from perilune.environments.core.protocol import Split, Task
-    from perilune.recipe.schema import Recipe
+    from perilune.recipe.schema import Recipe, Stage
 
 TEXT_TASKS = 32  # training tasks whose characters are checked
 COMPARED_TASKS = 256  # training tasks whose ids and lengths are compared
@@ -77,6 +79,33 @@ def check_weights(path: str) -> None:
         load_tokenizer(Path(path))
 
 
+def check_optimizer(recipe: Recipe, stage: Stage) -> None:
+    """Refuse `restore_optimizer` if the stage that makes the checkpoint keeps no optimizer state that fits.
+
+    Raises:
+        RequestError: as the stage itself would, after the earlier stages have run.
+    """
+    from perilune.tasks.stage.retention import missing_optimizer_error
+
+    source = stage.consumes.get("checkpoint", MODEL)
+    if not stage.spec.get("restore_optimizer"):
+        return
+    if source == MODEL:
+        path = recipe.model.path if recipe.model else None
+        if path is None or not (Path(path) / OPTIMIZER).is_dir():
+            raise missing_optimizer_error()
+        return
+    earlier = recipe.stage(source).spec
+    if not (earlier.get("keep") or {}).get("optimizer"):
+        raise missing_optimizer_error()
+    if (earlier.get("lora") is None) != (stage.spec.get("lora") is None):
+        raise RequestError(
+            "the optimizer state has other parameters: one of the two stages trains an adapter",
+            where="restore_optimizer",
+            remedy="set lora in both or in neither, or drop restore_optimizer",
+        )
+
+
 def check_heldout(job: Job) -> None:
     """Refuse a stage whose environment has fewer held-out tasks than the stage needs.
 
@@ -104,7 +133,7 @@ def check_job(job: Job) -> list[str]:
         _require_tasks("traces", job.environment, "train", job.spec["traces"], job.seed)
     _require_terms(job)
     warnings = _teacher_warnings(job) if job.task == "collect" else _verifier_warnings(job)
-    return [*_task_warnings(job), *warnings]
+    return [*_task_warnings(job), *warnings, *_auxiliary_warnings(job)]
 
 
 def _heldout_needs(job: Job) -> Iterator[tuple[str, Mapping[str, Any], int]]:
@@ -151,6 +180,24 @@ def _require_terms(job: Job) -> None:
     reason = find_scoring_failure(canonical_json(job.environment), job.seed, "")
     if reason.startswith("no reward term"):
         raise RequestError(reason, where=REWARDS, remedy="correct the name, or write a function")
+
+
+def _auxiliary_warnings(job: Job) -> Iterator[str]:
+    """Score an empty answer: the run stops at its first step if no answer has a term of auxiliary_rewards."""
+    from perilune.tasks.rl.auxiliary_rewards import AuxiliaryRewards
+    from perilune.verifiers import Scorer
+
+    environment = make_environment(job.environment)
+    section = job.spec.get("auxiliary_rewards")
+    if section is None or getattr(environment, "max_turns", 1) > 1 or part_sections(job.environment):
+        return
+    with Scorer(job.environment) as scorer:
+        (outcome,) = scorer.score([(next(environment.tasks("train", job.seed)), Transcript(""))])
+    if not isinstance(outcome, Failure):
+        try:
+            AuxiliaryRewards.model_validate(section).require_terms(outcome.terms)
+        except RequestError as error:
+            yield f"{error.where}: {error.what}; {error.remedy}"
 
 
 def _task_warnings(job: Job) -> Iterator[str]:

@@ -8,7 +8,7 @@ published; here it is linear.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -49,7 +49,8 @@ class AuxiliaryRewards(Frozen):
         Raises:
             RequestError: naming a term that no scored episode of the step has.
         """
-        self._require_terms([episode for group in groups for episode in group if episode.reward is not None])
+        scored = [episode for group in groups for episode in group if episode.reward is not None]
+        self.require_terms({name for episode in scored for name in episode.reward_terms})
         scale = self.scale(step, steps)
         return [tuple(self._add_terms(episode, scale) for episode in group) for group in groups]
 
@@ -61,8 +62,12 @@ class AuxiliaryRewards(Frozen):
         metrics = {GOLD_METRIC: episode.reward, **episode.metrics}
         return replace(episode, reward=episode.reward + scale * extra, metrics=metrics)
 
-    def _require_terms(self, episodes: Sequence[Episode]) -> None:
-        known = {name for episode in episodes for name in episode.reward_terms}
+    def require_terms(self, known: Collection[str]) -> None:
+        """Refuse a term that no episode has; `known` are the terms of episodes, empty if there were none.
+
+        Raises:
+            RequestError: naming the term, and those that there are.
+        """
         for name in self.weights.keys() - known if known else ():
             raise RequestError(
                 f"no episode has the reward term '{name}'",

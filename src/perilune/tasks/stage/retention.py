@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from perilune.bundle.workspace import Workspace
+from perilune.errors import RequestError
 from perilune.frozen import Frozen
 from perilune.metrics.bootstrap import Interval, bootstrap_problems
 from perilune.metrics.held_out import LOWER_IS_BETTER, list_evaluations
@@ -51,6 +52,15 @@ class TrainingSpec(ModelDefaults):
     steps: int
     save_every: int = Field(20, ge=1, description="steps between checkpoints to resume from")
     keep: Keep = Field(Keep(), description="which checkpoints to keep")
+
+
+def missing_optimizer_error() -> RequestError:
+    """Return the error of `restore_optimizer` without an optimizer state."""
+    return RequestError(
+        "the model that this stage starts from has no optimizer state",
+        where="restore_optimizer",
+        remedy="set keep: {optimizer: true} in the stage that trains it, or drop restore_optimizer",
+    )
 
 
 def step_directory(workspace: Workspace, step: int) -> Path:

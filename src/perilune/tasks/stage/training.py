@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from perilune.bundle.remote.runner import OPTIMIZER  # the folder of the learner's state in a checkpoint
 from perilune.bundle.workspace import Workspace
-from perilune.errors import PeriluneError, RequestError, WorkFailedError
+from perilune.errors import PeriluneError, WorkFailedError
 from perilune.files import fsync_directory
 from perilune.learn.adaptation import trainable
 from perilune.learn.checkpoints import find_latest_complete, is_complete
@@ -32,6 +32,7 @@ from perilune.tasks.stage.retention import (
     best_step,
     best_summary,
     checkpoint_bytes,
+    missing_optimizer_error,
     outputs_best,
     prune_checkpoints,
     remove_checkpoint,
@@ -352,10 +353,6 @@ def _restore_optimizer(workspace: Workspace, learner: Learner) -> None:
     """Load the second moments from the optimizer state of the stage's checkpoint."""
     state = workspace.input("checkpoint") / OPTIMIZER if workspace.has_input("checkpoint") else None
     if state is None or not state.is_dir():
-        raise RequestError(
-            "the model that this stage starts from has no optimizer state",
-            where="restore_optimizer",
-            remedy="set keep: {optimizer: true} in the stage that trains it, or drop restore_optimizer",
-        )
+        raise missing_optimizer_error()
     learner.restore_second_moments(state)
     workspace.log("second moments restored: the first steps depend on the scale of the earlier loss")
