@@ -60,11 +60,11 @@ def expected(folder: Path) -> str:
 
 
 class Flaky(httpx.HTTPTransport):
-    """Drops every third request, and the response to one in three others."""
+    """Drops every third upload, the response to one in three others, and the first one to an update."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = self.bytes = 0
+        self.count = self.bytes = self.updates = 0
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         if request.method == "PUT":
@@ -73,6 +73,11 @@ class Flaky(httpx.HTTPTransport):
                 raise httpx.WriteError("lost")
             self.bytes += len(request.content)
             if self.count % 3 == 1:
+                super().handle_request(request).read()
+                raise httpx.ReadError("lost")
+        if request.method == "POST":
+            self.updates += 1
+            if self.updates == 1:
                 super().handle_request(request).read()
                 raise httpx.ReadError("lost")
         return super().handle_request(request)
@@ -112,7 +117,7 @@ def test_push_resumes_interrupted_transfer(
     )
     second = modified_checkpoint(checkpoint, tmp_path / "second", 9)
     pushed = remote.push(second, None, lambda sent, total: None)
-    assert flaky.count > 10
+    assert flaky.count > 10 and flaky.updates == 2
     assert flaky.bytes == pushed.bytes  # no byte was sent again
     assert answer(server) == expected(second)
 

@@ -81,7 +81,7 @@ class PeriluneServer:
         with tempfile.TemporaryDirectory(prefix="perilune-push-") as scratch:
             update = _write_update(Path(scratch), folder, base, state)
             self.send(update.path, state["chunk_bytes"], report)
-            used = self._http.json("POST", "/v1/weights", {"file": sha256_file(update.path)})
+            used = self._use(sha256_file(update.path), update.result)
         seconds = time.monotonic() - began
         return PushResult("perilune", used["version"], update.bytes, update.changed, seconds)
 
@@ -104,6 +104,16 @@ class PeriluneServer:
                 if failures >= _MAX_ATTEMPTS:
                     raise WorkFailedError(f"the connection was lost at byte {sent:,}: {error}") from None
                 time.sleep(min(0.25 * 2**failures, _MAX_WAIT_S))
+
+    def _use(self, file: str, result: str) -> Any:
+        """Apply a file that the server has, and return the version and digest of the weights."""
+        try:
+            return self._http.json("POST", "/v1/weights", {"file": file})
+        except RequestError:
+            state = self._http.json("GET", "/v1/weights")
+            if state["digest"] != result:
+                raise
+            return state  # an earlier attempt, whose response was lost, has applied the file
 
     def _send_chunk(self, path: Path, digest: str, first: int, chunk: int, total: int) -> int:
         with path.open("rb") as file:
