@@ -159,7 +159,7 @@ def test_tools_return_the_documents_of_the_commands(agent: Agent, folder: Path) 
     document = command(folder, "show", "base")
     assert without_untrusted_marks(agent.ask("explain", target="base")) == command(folder, "explain", "base")
     answer = agent.ask("show", run="base")
-    assert answer["id"] == document["id"]
+    assert answer["run"] == document["run"]
     assert answer["summary"]["pass@1"] == pytest.approx(document["summary"]["pass@1"], rel=1e-6)
 
 
@@ -178,7 +178,7 @@ def test_runs_and_compare_tools(agent: Agent) -> None:
     named = agent.ask("runs", experiment="small")
     assert [entry["id"] for entry in named["experiments"]] == [second["id"], first["id"]]
     assert named["other_experiments"] == 2
-    assert len({entry["stages"][0]["run_id"] for entry in named["experiments"]}) == 1
+    assert len({entry["stages"][0]["run"] for entry in named["experiments"]}) == 1
     compared = agent.ask("compare", targets=[first["id"], second["id"]])
     assert compared["metric"] == "base.pass@1"
     assert [arm["settings"] for arm in compared["arms"]] == [{"base.samples": 3}, {"base.samples": 2}]
@@ -236,7 +236,7 @@ def test_tools_name_the_run_that_they_found(agent: Agent) -> None:
         agent.ask("episodes", run="trained/after"),
         agent.ask("logs", run="trained/after"),
     ):
-        assert (answer["run"], answer["experiment_id"]) == (run["id"], run["experiment_id"])
+        assert (answer["run"], answer["experiment_id"]) == (run["run"], run["experiment_id"])
     curve = agent.ask("curves", run="trained/after")["metrics"]["pass@1"]
     assert curve == {"always": pytest.approx(run["summary"]["pass@1"]["mean"], abs=1e-6)}
 
@@ -287,7 +287,7 @@ def test_action_needs_the_token_of_its_own_plan(agent: Agent, folder: Path) -> N
     started = agent.ask("run", recipe="long.yaml", token=token)
     assert started["stage"] == "long"
     stopping = agent.ask("cancel", target=started["experiment"])
-    assert [run["id"] for run in stopping["would_stop"]] == [started["run"]]
+    assert [run["run"] for run in stopping["would_stop"]] == [started["run"]]
     assert agent.ask("show", run=started["run"])["state"] in {"queued", "active"}
     assert "changed" in agent.refused("cancel", target=started["run"], token=stopping["token"])
     token = agent.ask("cancel", target=started["run"])["token"]

@@ -96,7 +96,7 @@ def test_events_prints_all_events_or_those_of_one_run(
         x["kind"] for x in whole
     }
     of_one = json.loads(perilune("events", "one", "--json")[1])["events"]
-    assert of_one == [event for event in whole if event["run_id"] == of_one[0]["run_id"]]
+    assert of_one == [event for event in whole if event["run"] == of_one[0]["run"]]
     lines = perilune("events", "two", "-n", "2")[1].splitlines()
     assert len(lines) == 2 and "run.failed  cause=request_error" in lines[1]
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ  ", lines[0])  # in UTC, as in logs

@@ -173,7 +173,7 @@ def test_verify_and_export_commands(perilune: Command, control: Control, tmp_pat
     assert perilune(*printed[1:])[0] == 0
     assert perilune("verify", str(tmp_path / "its out"), "--key", str(control.home.keys / PUBLIC))[0] == 0
     assert perilune("export", "two", "--out", str(tmp_path / "its out"))[0] == 2
-    run = json.loads(perilune("show", "two", "--json")[1])["id"]
+    run = json.loads(perilune("show", "two", "--json")[1])["run"]
     rewrite(control.home.attempt(run, 1) / "artifacts" / "data" / "total.json", b"{}")
     code, out, _ = perilune("verify", "--json")
     report = json.loads(out)

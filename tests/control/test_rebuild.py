@@ -45,7 +45,7 @@ def test_rebuild_restores_damaged_or_lost_database(perilune: Command, control: C
     def runs() -> dict[str, object]:
         rows = json.loads(perilune("runs", "--json")[1])["runs"]
         same = ("stage", "state", "cause", "message")
-        return {run["run_id"]: [run[key] for key in same] for run in rows}
+        return {run["run"]: [run[key] for key in same] for run in rows}
 
     before = runs()
     for damage in (delete_database, overwrite_pages, replace_by_garbage):
@@ -90,5 +90,5 @@ def test_rebuild_recovers_runs_with_unreadable_files(perilune: Command, control:
     code, out, _ = perilune("rebuild")
     assert code == 0 and "not rebuilt: experiment" in out and "not rebuilt: run stray" in out
     (row,) = json.loads(perilune("runs", "--json")[1])["runs"]
-    assert (row["run_id"], row["state"]) == (event.run_id, "succeeded")
+    assert (row["run"], row["state"]) == (event.run_id, "succeeded")
     assert perilune("verify", event.run_id)[0] == 0

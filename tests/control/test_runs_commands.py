@@ -53,7 +53,7 @@ def test_runs_are_listed_in_stage_order_and_found_by_id_prefix_or_name(
     assert listed[0]["total"] == 2 and listed[1]["cause"] == "work_failed"
     run_id = events[0].run_id
     for name in (run_id, run_id[:20], run_id[:20].lower(), "zeta", "drills/zeta"):
-        assert json.loads(perilune("show", name, "--json")[1])["id"] == run_id
+        assert json.loads(perilune("show", name, "--json")[1])["run"] == run_id
     code, _, err = perilune("show", run_id[:4])
     assert code == 2 and "matches 2 runs" in err
     assert perilune("show", "other/zeta")[0] == 2
@@ -61,6 +61,16 @@ def test_runs_are_listed_in_stage_order_and_found_by_id_prefix_or_name(
     assert code == 0 and "failed (work_failed: nothing was learnt)" in out
     assert "zeta" in perilune("runs")[1]
     assert json.loads(perilune("runs", "drills", "--json")[1])["runs"] == listed
+
+
+def test_json_documents_name_the_id_of_a_run_alike(perilune: Command, control: Control) -> None:
+    run_id = carry_out(control, drill_plan("one", steps=1))[0].run_id
+    for command in ("show one", "explain one", "wait one", "logs one"):
+        document = json.loads(perilune(*command.split(), "--json")[1])
+        assert document["run"] == run_id and not {"id", "run_id"} & document.keys()
+    for command, key in (("runs", "runs"), ("gc", "runs"), ("events one", "events")):
+        for row in json.loads(perilune(*command.split(), "--json")[1])[key]:
+            assert row["run"] == run_id and not {"id", "run_id"} & row.keys()
 
 
 def test_unknown_name_gets_the_closest_name_as_remedy(perilune: Command, control: Control) -> None:
@@ -114,7 +124,7 @@ def test_logs_diff_and_collect(perilune: Command, control: Control, tmp_path: Pa
     assert perilune("collect", "one", "--out", str(copy))[0] == 0
     assert (copy / "artifacts" / "data" / "total.json").read_text() == '{\n  "total": 2\n}\n'
     assert perilune("collect", "one", "--out", str(copy))[0] == 2
-    damaged = control.home.runs / json.loads(perilune("show", "one", "--json")[1])["id"]
+    damaged = control.home.runs / json.loads(perilune("show", "one", "--json")[1])["run"]
     (damaged / "attempts" / "1" / "artifacts" / "metrics.jsonl").write_text("")
     code, _, err = perilune("collect", "one")
     assert code == 1 and "artifacts/metrics.jsonl has changed" in err

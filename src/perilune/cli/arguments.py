@@ -208,8 +208,9 @@ def try_refresh(control: Control) -> str:
 
 def summarize_run(run: Run) -> dict[str, Any]:
     """Return the fields of a run that commands print as JSON."""
-    names = ("id", "stage", "state", "cause", "message", "retry_of")
-    return {name: getattr(run, name) for name in names} | {"attempts": run.current_epoch}
+    names = ("stage", "state", "cause", "message", "retry_of")
+    fields = {name: getattr(run, name) for name in names}
+    return {"run": run.id, **fields, "attempts": run.current_epoch}
 
 
 def format_reason(fields: dict[str, Any]) -> str:

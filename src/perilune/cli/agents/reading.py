@@ -34,7 +34,7 @@ LISTED_FIELDS = frozenset(
     {"stage", "task", "state", "cause", "message", "pass@1"}
 )  # of a list of all experiments
 INTERNAL_FIELDS = frozenset(  # fields of a run and its attempts that only the control plane needs
-    {"submit_key", "run_id", "desired", "forced", "current_epoch", "not_before", "manifest_digest"}
+    {"submit_key", "desired", "forced", "current_epoch", "not_before", "manifest_digest"}
     | {"bundle_digest", "cleanup", "unreachable_since"}
 )
 

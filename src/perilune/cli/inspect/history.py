@@ -101,8 +101,9 @@ def events(
 
 
 def _event_document(row: Event) -> dict[str, Any]:
-    names = ("seq", "time", "run_id", "epoch", "kind", "detail", "hash")
-    return {name: getattr(row, name) for name in names}
+    names = ("epoch", "kind", "detail", "hash")
+    fields = {name: getattr(row, name) for name in names}
+    return {"seq": row.seq, "time": row.time, "run": row.run_id, **fields}
 
 
 def _format_event(row: Event) -> str:

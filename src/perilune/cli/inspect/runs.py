@@ -85,7 +85,7 @@ def show(run: RunArgument, as_json: Json = False) -> None:
     if as_json:
         print_json(document)
         return
-    echo(f"run {document['id']}: stage {document['stage']} of {document['experiment']}")
+    echo(f"run {document['run']}: stage {document['stage']} of {document['experiment']}")
     echo(f"  state      {document['state']}{format_reason(document)}")
     health = document["health"]
     echo(wrap_text(f"  health     {health['line']}", indent=13))

@@ -307,7 +307,7 @@ def warn_about_machines(control: Control) -> None:
 def machine_document(machine: Machine) -> dict[str, Any]:
     from perilune.control.machines.budget import accrued_cost, max_total_cost
 
-    columns = ("key", "provider", "kind", "run_id", "epoch", "state", "reason", "price", "lease", "remote_id")
+    columns = ("key", "provider", "kind", "epoch", "state", "reason", "price", "lease", "remote_id")
     conditions = [
         text
         for text, holds in (
@@ -320,6 +320,7 @@ def machine_document(machine: Machine) -> dict[str, Any]:
         if holds
     ]
     return {
+        "run": machine.run_id,
         **{name: getattr(machine, name) for name in columns},
         "conditions": conditions,
         "cost": accrued_cost(machine),

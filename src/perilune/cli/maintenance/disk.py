@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -59,13 +60,16 @@ def gc(
         echo(f"{format_size(total):>10}  total in {control.home.root}")
     removed = list(remove_items(control, chosen)) if yes else []
     if as_json:
+        from perilune.control.queries.lookup import rename_run_id
+
+        fields = partial(asdict, dict_factory=rename_run_id)
         print_json(
             {
                 "home": str(control.home.root),
-                "runs": [asdict(use) | {"bytes": use.bytes} for use in uses],
+                "runs": [fields(use) | {"bytes": use.bytes} for use in uses],
                 "others": beside,
-                "removable": [asdict(item) for item in chosen],
-                "removed": [asdict(item) for item in removed],
+                "removable": [fields(item) for item in chosen],
+                "removed": [fields(item) for item in removed],
             }
         )
         return

@@ -202,6 +202,7 @@ def plan_document(
     from perilune.cli.data.audit import load_grades
     from perilune.cli.train.estimate import estimate_document
     from perilune.cli.train.plan import describe_time, describe_tokenizer
+    from perilune.control.queries.lookup import rename_run_id
 
     placed = None if template is None else template.model_dump(mode="json")
     document: dict[str, Any] = {
@@ -209,7 +210,8 @@ def plan_document(
         "template": placed,
         "stages": derived,
     }
-    document |= {"estimate": estimate_document(estimated), "forecast": asdict(ahead)}
+    document["estimate"] = estimate_document(estimated)
+    document["forecast"] = asdict(ahead, dict_factory=rename_run_id)
     document["time"] = describe_time(recipe, estimated, template) if recipe.model is not None else None
     return document | {"tokenizer": describe_tokenizer(recipe), "reward_audits": load_grades(recipe)}
 

@@ -1,7 +1,7 @@
 """Find runs and experiments by id or name, and describe them."""
 
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -71,7 +71,7 @@ class StageStatus:
 
     def document(self) -> dict[str, Any]:
         """Return the status as a flat JSON object, with an evaluation's figures beside the stage's name."""
-        fields = asdict(self)
+        fields = asdict(self, dict_factory=rename_run_id)
         summary = fields.pop("summary")
         fields["stage"] = fields.pop("name")
         fields["attempt_dir"] = str(self.attempt_dir) if self.attempt_dir else None
@@ -81,6 +81,11 @@ class StageStatus:
             | kind
             | {key: value for key, value in summary.items() if key not in {*OMITTED_KEYS, *fields}}
         )
+
+
+def rename_run_id(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object in which the id of a run is called `run`, as in all documents for users."""
+    return {"run" if name == "run_id" else name: value for name, value in fields}
 
 
 def list_ended_runs(control: Control) -> list[Run]:
@@ -348,6 +353,7 @@ def run_document(control: Control, run: Run) -> dict[str, Any]:
     if damage:
         conditions.append({"about": "artifacts", "message": damage, "since": None})
     return {
+        "run": run.id,
         **_columns(run),
         "experiment": experiment.name,
         "bundle": str(control.home.bundle(run.id)),
@@ -387,7 +393,8 @@ def _is_attested(control: Control, run: Run) -> bool:
 
 
 def _columns(row: Run | Attempt) -> dict[str, Any]:
-    return {column.name: getattr(row, column.name) for column in row.__table__.columns}
+    names = [column.name for column in row.__table__.columns if column.name not in {"id", "run_id"}]
+    return {name: getattr(row, name) for name in names}
 
 
 def _require_single(control: Control, fitting: list[NamedRow], reference: str, kind: str) -> NamedRow:
