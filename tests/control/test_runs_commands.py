@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from dataclasses import replace
 from itertools import islice
@@ -115,7 +116,7 @@ def test_show_prints_warnings_and_metrics(perilune: Command, control: Control) -
 def test_logs_diff_and_collect(perilune: Command, control: Control, tmp_path: Path) -> None:
     carry_out(control, drill_plan("one", steps=1, say="hello"), drill_plan("two", steps=2))
     code, out, _ = perilune("logs", "one")
-    assert code == 0 and "begins at step 0; hello" in out
+    assert code == 0 and re.match(r"\d\d:\d\d:\d\dZ begins at step 0; hello\n", out)
     assert perilune("logs", "one", "-f")[1] == out
     assert json.loads(perilune("logs", "one", "--json")[1])["lines"] == out.splitlines()
     parts = json.loads(perilune("diff", "one", "two", "--json")[1])

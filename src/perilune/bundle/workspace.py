@@ -141,7 +141,7 @@ class Workspace:
 
     def log(self, message: str) -> None:
         """Write one line to the run's log."""
-        stamp = time.strftime("%H:%M:%S", time.gmtime())
+        stamp = time.strftime("%H:%M:%SZ", time.gmtime())  # Z: UTC
         sys.stdout.write(f"{stamp} {message}\n")
         sys.stdout.flush()
 
