@@ -8,10 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from perilune.bundle import machine
+from perilune.bundle.remote import runner
 from perilune.execution.hosts.protocol import HostRefusedError
 from perilune.execution.providers.frames import Kind, encode_frame
+from perilune.execution.providers.ray.cluster import folders
 from perilune.execution.providers.ray.host import RayHost
 from perilune.execution.providers.ray.jobs import build_package
+
+
+def test_cluster_and_worker_use_the_same_variables() -> None:
+    assert (folders.CORES, folders.HOLDER) == (machine.CORES, runner.HOLDER)
 
 
 def test_gateway_outlives_a_connection_that_cannot_be_accepted(

@@ -13,6 +13,7 @@ import re
 import shutil
 from pathlib import Path
 
+# Ray's nodes have no Perilune, so these names of variables repeat those of `perilune.bundle`.
 HOLDER = "PERILUNE_HOLDER"  # variable of everything that runs on a machine: the process that owns it
 CORES = "PERILUNE_CORES"  # variable: CPU cores that Ray has reserved for the machine
 NAME = re.compile(r"perilune-[0-9a-z-]+\.(\d+)\.(\d+)\.([0-9a-f]{16})\.([0-9a-f]{16})")
