@@ -1,11 +1,11 @@
 """Audit the scorers of all reasoning-gym families, as the package ships them and as Perilune uses them.
 
-    python benchmarks/reward_audit.py [--families chain_sum countdown] [--tasks 8] [--search 480]
+    python benchmarks/reward_audit.py [--families chain_sum countdown] [--keep] [--tasks 8] [--search 480]
 
 As shipped, the scorer judges any text. Perilune's default in a recipe rewards only the full score, for an
 answer that is finished and has the form of an answer. Each line names the grade, the gravest finding and an
 output that shows it; `perilune environments audit` lists all findings. Writes results/reward_audit.json after
-each family, and keeps the families that are not measured again.
+each family. With --keep, the other families of that file stay, and the result names them.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +61,14 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=8)
     parser.add_argument("--search", type=int, default=480)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "reward_audit.json")
+    parser.add_argument("--keep", action="store_true", help="keep the other families of the result")
     arguments = parser.parse_args()
     began = time.monotonic()
-    families: dict[str, dict[str, Any]] = {}
-    if arguments.out.exists():
-        earlier = json.loads(arguments.out.read_text(encoding="utf-8"))
-        families, began = earlier["families"], began - 60 * earlier["minutes"]
+    kept: dict[str, dict[str, Any]] = {}
+    if arguments.keep:
+        kept = json.loads(arguments.out.read_text(encoding="utf-8"))["families"]
+        kept = {name: kept[name] for name in kept.keys() - set(arguments.families)}
+    families = dict(kept)
     for family in arguments.families:
         sections = ({"id": "reasoning_gym", "task": family, **settings} for settings in WAYS.values())
         audits = [
@@ -74,7 +76,7 @@ def main() -> None:
         ]
         families[family] = row(*audits)
         print(family, families[family], file=sys.stderr, flush=True)
-        write(arguments.out, report(families) | document("reward_audit.py", [], began))
+        write(arguments.out, report(families, kept) | document("reward_audit.py", sys.argv[1:], began))
 
 
 def row(shipped: Audit, asked: Audit) -> dict[str, Any]:
@@ -113,12 +115,14 @@ def shown(finding: Finding) -> str:
     return f"`{quoted}`" + (f" … ({len(text):,} characters)" if len(text) > LONGEST else "")
 
 
-def report(families: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def report(families: Mapping[str, Mapping[str, Any]], kept: Collection[str] = ()) -> dict[str, Any]:
+    """The result; `kept` are the families that an earlier run measured."""
+    earlier = f"\n\nAn earlier run measured these families: {', '.join(sorted(kept))}." if kept else ""
     rows = list(families.values())
     counts = {name: Counter(row[name] for row in rows) for name in WAYS}
     return {
         "title": "Audit of reasoning-gym's rewards",
-        "about": ABOUT,
+        "about": ABOUT + earlier,
         "grades": {grade: {name: counts[name][grade] for name in WAYS} for grade in "ABCDF"},
         "families": dict(sorted(families.items(), key=lambda item: item[1]["as shipped"], reverse=True)),
     }
