@@ -17,6 +17,7 @@ from perilune.bundle.compare import compare_artifacts
 from perilune.errors import WorkFailedError
 from perilune.files import read_json_lines
 from perilune.models.checkpoints.loading import new_model, save_checkpoint
+from perilune.models.config.decoder_config import PRESETS
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.selfplay.spec import SelfPlaySpec
@@ -49,6 +50,16 @@ def test_run_equals_one_with_the_own_engine(url: str, tmp_path: Path) -> None:
     for line in read_json_lines(served / "artifacts" / "timings.jsonl"):
         assert line["publish_lag"] > 0 and line["weights_bytes"] > 1_000_000
     assert not (served / "runtime" / "published").exists()
+
+
+def test_turn_without_room_in_the_context_window_ends_the_episode(url: str, tmp_path: Path) -> None:
+    room = PRESETS["tiny"].max_position_embeddings
+    talk = {"id": "factory", "factory": "task_environments:Talk"}
+    options: dict[str, Any] = {"environment": talk, "steps": 1, "prompts": 2, "max_tokens": room - 20}
+    own = run_task(tmp_path / "own", "rl", **options, **CORRECTED)
+    served = run_task(tmp_path / "served", "rl", engine={"url": url}, **options, **CORRECTED)
+    assert {change.path for change in compare_artifacts(own, served)} <= {"artifacts/summary.json"}
+    assert metrics(served)[0]["truncated"] > 0
 
 
 def test_server_without_the_weights_stops_the_run(

@@ -45,6 +45,7 @@ class RemoteEngine:
         timeout: seconds to wait for one answer.
 
     Attributes:
+        positions: most tokens of prompt and sample together; None if the server does not report it.
         version: the policy version of all samples. A caller that replaces the server's weights sets it. None
             for the version that the server reports, or 0 if it reports none.
 
@@ -66,20 +67,18 @@ class RemoteEngine:
         self._client = JsonClient(url, token=token, timeout=timeout, connections=concurrency)
         self.url, self._concurrency = self._client.url, concurrency
         try:
-            self.model, self.server = self._find_model(model)
+            card = self._find_model(model)
         except BaseException:
             self.close()
             raise
+        self.model, self.server = str(card.get("id")), str(card.get("owned_by", ""))
+        length = card.get("max_model_len")
+        self.positions = length if isinstance(length, int) else None
         self._dialect: Dialect = OpenAICompletions(is_perilune=self.server == "perilune")
         if self.server == "sglang":
             self._dialect = SGLangGenerate()
         self._reported = reported or self._dialect.reported
         self.version: int | None = None
-
-    @property
-    def positions(self) -> None:
-        """None: a server does not report the longest sequence of its model."""
-        return None
 
     def close(self) -> None:
         """Close the connections."""
@@ -143,18 +142,17 @@ class RemoteEngine:
             for completion in completions
         ]
 
-    def _find_model(self, requested: str | None) -> tuple[str, str]:
-        """Return the name of the model on the server, and the kind of server."""
+    def _find_model(self, requested: str | None) -> Mapping[str, Any]:
+        """Return the entry of the model in the server's list."""
         answer = self._request("GET", "/v1/models")
         models = answer.get("data") if isinstance(answer, Mapping) else None
-        cards = [card for card in models or () if isinstance(card, Mapping)]
-        owners = {str(card.get("id")): str(card.get("owned_by", "")) for card in cards}
-        if requested is None and len(owners) == 1:
-            return next(iter(owners.items()))
-        if requested in owners:
-            return str(requested), owners[str(requested)]
+        cards = {str(card.get("id")): card for card in models or () if isinstance(card, Mapping)}
+        if requested is None and len(cards) == 1:
+            return next(iter(cards.values()))
+        if requested in cards:
+            return cards[requested]
         problem = "no model is named" if requested is None else f"has no model {requested!r}"
-        raise RequestError(problem, where=self.url, remedy=f"one of: {', '.join(owners) or 'none'}")
+        raise RequestError(problem, where=self.url, remedy=f"one of: {', '.join(cards) or 'none'}")
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         try:
