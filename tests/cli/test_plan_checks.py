@@ -115,6 +115,28 @@ def test_run_checks_that_an_earlier_stage_keeps_the_optimizer(
     assert derive_plans(load_recipe(tmp_path / "pens.yaml", kept))
 
 
+KUHN = "{id: open_spiel, game: kuhn_poker}"
+
+
+@pytest.mark.parametrize(
+    ("environment", "stage", "message"),
+    [
+        ("{id: calculator}", "task: pairs", "a pair is two answers to one prompt"),
+        ("{id: calculator}", "task: rl, process_rewards: montecarlo", "supports one turn per episode"),
+        ("{id: gymnasium, game: FrozenLake-v1}", "task: rl, process_rewards: answer", "states no right"),
+        (KUHN, "task: calibrate", "states no right answer"),
+        (KUHN, "task: rl, eval: {tasks: 2}", "has several players"),
+    ],
+)
+def test_run_checks_that_a_stage_fits_its_environment(
+    tmp_path: Path, environment: str, stage: str, message: str
+) -> None:
+    text = f"name: x\nmodel: {{preset: tiny}}\nenvironment: {environment}\nstages:\n"
+    (tmp_path / "x.yaml").write_text(f"{text}  - {{name: x, {stage}, checkpoint: model, max_tokens: 8}}\n")
+    with pytest.raises(RequestError, match=message):
+        derive_plans(load_recipe(tmp_path / "x.yaml"))
+
+
 def test_plan_reports_a_fault_that_stages_share_once(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="needs 500") as caught:
         derive_plans(load_pens_recipe(tmp_path, evaluated=500, tasks=500))

@@ -189,7 +189,9 @@ def _auxiliary_warnings(job: Job) -> Iterator[str]:
 
     environment = make_environment(job.environment)
     section = job.spec.get("auxiliary_rewards")
-    if section is None or getattr(environment, "max_turns", 1) > 1 or part_sections(job.environment):
+    if section is None or job.spec.get("reward_model"):  # whose scores are terms, too
+        return
+    if getattr(environment, "max_turns", 1) > 1 or part_sections(job.environment):
         return
     with Scorer(job.environment) as scorer:
         (outcome,) = scorer.score([(next(environment.tasks("train", job.seed)), Transcript(""))])

@@ -6,9 +6,9 @@ from typing import Any
 from perilune.bundle.workspace import Workspace
 from perilune.data.episodes_file import write_episodes
 from perilune.data.preferences import PREFERENCES_FILE, choose_pairs, make_pair, write_preferences
-from perilune.errors import RequestError, WorkFailedError
+from perilune.errors import WorkFailedError
 from perilune.rollout.timing import Stopwatch
-from perilune.tasks.datasets.stages import PairsSpec
+from perilune.tasks.datasets.stages import PairsSpec, require_single_turn
 from perilune.tasks.stage.memory_plan import sampling_plan
 from perilune.tasks.stage.outcomes import outcome_figures
 from perilune.tasks.stage.player import open_player
@@ -22,9 +22,7 @@ def run(workspace: Workspace, spec: PairsSpec) -> dict[str, Any]:
     watch = Stopwatch()
     total = spec.tasks * spec.samples
     with open_player(workspace, spec.max_tokens, memory=sampling_plan(total)) as player:
-        if getattr(player.environment, "max_turns", 1) > 1:
-            message = f"a pair is two answers to one prompt, and {player.environment.id} has several turns"
-            raise RequestError(message, where="environment", remedy="train on its rewards with rl")
+        require_single_turn(player.environment)
         tasks = player.training_tasks(spec.skip).take(spec.tasks)
         groups = player.play(
             tasks, samples=spec.samples, temperature=spec.temperature, step=0, watch=watch, total=total

@@ -8,6 +8,8 @@ from pydantic import Field, WithJsonSchema
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
 from perilune.data.leaks import PHRASES
+from perilune.environments.core.protocol import Environment
+from perilune.environments.core.registry import make_environment
 from perilune.errors import RequestError
 from perilune.extensions import CodeFile, CodeReference
 from perilune.frozen import Frozen
@@ -128,12 +130,24 @@ class Pairs(Stage[PairsSpec]):
     output = "artifacts/pairs"
 
     def describe(self, spec: PairsSpec, job: Job) -> Mapping[str, object]:
+        require_single_turn(make_environment(job.environment))
         answers = spec.tasks * spec.samples
         return {
             "answers": f"{spec.tasks} training tasks x {spec.samples} = {answers:,}",
             "pairs at most": f"{spec.tasks * min(spec.pairs_per_task, spec.samples // 2):,}",
             "memory": plan_sampling_memory(job, spec.max_tokens, answers),
         }
+
+
+def require_single_turn(environment: Environment) -> None:
+    """Refuse an environment whose answers cannot be paired.
+
+    Raises:
+        RequestError: when it has several turns.
+    """
+    if getattr(environment, "max_turns", 1) > 1:
+        message = f"a pair is two answers to one prompt, and {environment.id} has several turns"
+        raise RequestError(message, where="environment", remedy="train on its rewards with rl")
 
 
 collect = Collect()

@@ -11,7 +11,6 @@ from perilune.data.episode import Episode
 from perilune.engine.request import SamplingParams
 from perilune.environments.core.protocol import Task
 from perilune.environments.core.reference_answer import ReferenceAnswer, reference_answer
-from perilune.errors import RequestError
 from perilune.learn.prefix_values import Probe, prefix_values
 from perilune.learn.process_rewards import AnswerValues, MonteCarloValues, ProcessRewardSettings
 from perilune.models.decoder import Decoder
@@ -20,6 +19,7 @@ from perilune.rollout.groups import Groups
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
 from perilune.tasks.process_rewards.montecarlo import Prefix, score_continuations
+from perilune.tasks.process_rewards.requirements import check_process_rewards
 from perilune.tasks.stage.sampling import SamplingSpec
 from perilune.verifiers.segments import end_of_reasoning, segment_boundaries
 from perilune.verifiers.step_rewards import compute_shaping
@@ -52,8 +52,7 @@ class ProcessRewards:
         token_budget: most tokens of a forward pass.
 
     Raises:
-        RequestError: for Monte Carlo values in an environment of several turns, or the likelihood of the
-            right answer in an environment that states none.
+        RequestError: as `check_process_rewards`.
     """
 
     settings: ProcessRewardSettings | None
@@ -63,19 +62,7 @@ class ProcessRewards:
     token_budget: int
 
     def __post_init__(self) -> None:
-        environment = self.rollouts.environment
-        if isinstance(self.settings, MonteCarloValues) and getattr(environment, "max_turns", 1) > 1:
-            raise RequestError(
-                f"montecarlo supports one turn per episode, and {environment.id} has several",
-                where="process_rewards",
-                remedy="use process_rewards: montecarlo only with environments of one turn",
-            )
-        if isinstance(self.settings, AnswerValues) and not hasattr(environment, "reference_answer"):
-            raise RequestError(
-                f"{environment.id} states no right answer, so its likelihood cannot be computed",
-                where="process_rewards",
-                remedy="use process_rewards: montecarlo, or remove process_rewards",
-            )
+        check_process_rewards(self.settings, self.rollouts.environment)
 
     def play(
         self,

@@ -9,8 +9,10 @@ from pydantic import Field, model_validator
 
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
+from perilune.environments.core.registry import make_environment
 from perilune.learn.process_rewards import AnswerValues, ProcessRewardField
 from perilune.models.config.decoder_config import DecoderConfig
+from perilune.tasks.process_rewards.requirements import check_process_rewards
 from perilune.tasks.stage.bounds import MAX_SAMPLES, MAX_TASKS
 from perilune.tasks.stage.memory_plan import StageMemory, model_config, sampling_plan
 from perilune.tasks.stage.sampling import SamplingSpec
@@ -58,6 +60,7 @@ class Calibrate(Stage[CalibrateSpec]):
     output = "artifacts/summary.json"
 
     def describe(self, spec: CalibrateSpec, job: Job) -> Mapping[str, object]:
+        check_process_rewards(spec.process_rewards, make_environment(job.environment))
         answers, prefixes = spec.tasks * spec.samples, spec.max_prefixes
         return {
             "answers": f"{spec.tasks} held-out tasks x {spec.samples} = {answers:,}",

@@ -5,10 +5,11 @@ from typing import TypeVar
 
 from perilune.bundle.job import Job
 from perilune.environments.core.managed_context import CONTEXT_KEY as CONTEXT
-from perilune.environments.core.registry import MIXTURE, REWARDS
+from perilune.environments.core.registry import MIXTURE, REWARDS, make_environment
 from perilune.errors import RequestError
 from perilune.learn.algorithms import Algorithm
 from perilune.plural import plural
+from perilune.tasks.process_rewards.requirements import check_process_rewards
 from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.stage.custom_metrics import CustomMetrics
 from perilune.tasks.stage.memory_plan import model_config, planned_episode_tokens
@@ -28,7 +29,8 @@ class ReinforcementStage(Stage[Spec]):
 
         Raises:
             RequestError: when the environment has `rewards` that a reward model would replace, new contexts
-                in which the policy would not learn, or scaled rewards that hide right answers.
+                in which the policy would not learn, scaled rewards that hide right answers, or prefixes that
+                process rewards cannot value.
         """
         if spec.reward_model and not spec.verifier_weight and job.environment.get(REWARDS):
             raise RequestError(
@@ -43,6 +45,7 @@ class ReinforcementStage(Stage[Spec]):
                 remedy="set train_sub_agents: true",
             )
         _check_verdicts(spec, job)
+        check_process_rewards(spec.process_rewards, make_environment(job.environment))
         if spec.asynchronous is not None:
             _check_asynchronous(job)
         if spec.server is not None:

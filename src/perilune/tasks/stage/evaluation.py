@@ -15,9 +15,7 @@ from perilune.bundle.workspace import Workspace
 from perilune.data.episode import Episode
 from perilune.engine.engine import Engine
 from perilune.engine.request import SamplingParams
-from perilune.environments.core.protocol import Environment, Task
-from perilune.environments.core.registry import make_environment
-from perilune.errors import RequestError
+from perilune.environments.core.protocol import Task
 from perilune.learn.trainer import Learner
 from perilune.metrics.bootstrap import Interval, bootstrap_problems
 from perilune.metrics.held_out import (
@@ -39,6 +37,7 @@ from perilune.tasks.stage.evaluation_settings import (
     HELDOUT_SET,
     EvaluatedSpec,
     EvaluationSettings,
+    make_evaluated_environment,
 )
 from perilune.tasks.stage.memory_plan import make_engine
 from perilune.tasks.stage.outcomes import evaluation_summary
@@ -157,7 +156,7 @@ def open_evaluation(
                 scorer = rollouts.scorer
             else:
                 scorer = stack.enter_context(Scorer(section))
-            environment = _one_player_environment(section)
+            environment = make_evaluated_environment(section)
             worker = RolloutWorker(
                 engine,
                 policy.tokenizer,
@@ -182,17 +181,6 @@ def _evaluation_engine(
         return make_engine(policy.decoder, room["max_tokens"], policy.tokenizer, samples=room["samples"])
     assert isinstance(rollouts.engine, Engine)
     return rollouts.engine
-
-
-def _one_player_environment(section: Mapping[str, Any]) -> Environment:
-    environment = make_environment(section)
-    if getattr(environment, "players", 1) > 1:
-        raise RequestError(
-            f"{environment.id} has several players, but a pass rate is the result of one player",
-            where="eval",
-            remedy="set its `opponent`, or evaluate by matches in a selfplay stage",
-        )
-    return environment
 
 
 class EvaluationHistory:

@@ -9,7 +9,8 @@ from pydantic import Field, field_validator, model_validator
 
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import ChangesEnvironment
-from perilune.environments.core.registry import REWARDS
+from perilune.environments.core.protocol import Environment
+from perilune.environments.core.registry import REWARDS, make_environment
 from perilune.errors import RequestError
 from perilune.frozen import Frozen
 from perilune.models.config.decoder_config import DecoderConfig
@@ -124,15 +125,17 @@ class EvaluatedSpec(TrainingSpec):
         return EvaluationMemory(samples=self.eval.tasks * self.eval.samples, max_tokens=longest)
 
     def check_evaluation(self, job: Job) -> None:
-        """Check that the figure of the best checkpoint is measured.
+        """Check that the sets can be evaluated, and that the figure of the best checkpoint is measured.
 
         Raises:
-            RequestError: when it isn't.
+            RequestError: when a set has several players, or the figure is not measured.
         """
         if self.eval is None:
             return
         figure = self.eval.figure(job.environment).removeprefix(EVAL_PREFIX)
         sections = self.eval.sections(job.environment)
+        for section in sections.values():
+            make_evaluated_environment(section)
         measured = [f"{name}/{task_figure}" for name in sections for task_figure in ("pass@1", "reward")]
         if getattr(self, "validation", 0):
             measured += [f"{DATA_SET}/{data_figure}" for data_figure in self.data_figures]
@@ -165,3 +168,19 @@ class EvaluatedSpec(TrainingSpec):
         if settings.stop_after:
             parts.append(f"stops after {settings.stop_after} evaluations without a new best")
         return {"evaluation": "; ".join(parts)}
+
+
+def make_evaluated_environment(section: Mapping[str, Any]) -> Environment:
+    """Return the environment of an evaluation set.
+
+    Raises:
+        RequestError: when it has several players.
+    """
+    environment = make_environment(section)
+    if getattr(environment, "players", 1) > 1:
+        raise RequestError(
+            f"{environment.id} has several players, but a pass rate is the result of one player",
+            where="eval",
+            remedy="set its `opponent`, or evaluate by matches in a selfplay stage",
+        )
+    return environment
