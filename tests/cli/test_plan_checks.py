@@ -137,6 +137,13 @@ def test_run_checks_that_a_stage_fits_its_environment(
         derive_plans(load_recipe(tmp_path / "x.yaml"))
 
 
+def test_error_of_a_stage_names_it_once(tmp_path: Path) -> None:
+    load_pens_recipe(tmp_path)
+    with pytest.raises(RequestError) as caught:
+        derive_plans(load_recipe(tmp_path / "pens.yaml", ["rl.routing_replay=true"]))
+    assert caught.value.where == "stages.rl: routing_replay"
+
+
 def test_plan_reports_a_fault_that_stages_share_once(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="needs 500") as caught:
         derive_plans(load_pens_recipe(tmp_path, evaluated=500, tasks=500))

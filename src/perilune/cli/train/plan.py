@@ -69,7 +69,8 @@ def _apply_to_stages(recipe: Recipe, function: Callable[[Stage], ResultT]) -> li
         try:
             results.append(function(stage))
         except RequestError as error:
-            where = f"stages.{stage.name}" + (f": {error.where}" if error.where else "")
+            inside = error.where.removeprefix(f"stages.{stage.name}.")
+            where = f"stages.{stage.name}" + (f": {inside}" if inside else "")
             errors.setdefault(error.what, RequestError(error.what, where=where, remedy=error.remedy))
     if errors:
         first, *first.others = errors.values()
