@@ -195,7 +195,7 @@ def test_vllm_client_updates_perilune_server(server: Served, checkpoint: Path, t
 
 
 class VLLM(httpx.MockTransport):
-    """A fake vLLM server, with the routes of its development mode: /pause, /collective_rpc, /resume."""
+    """A fake vLLM server, with the routes of its development mode, such as /pause and /collective_rpc."""
 
     def __init__(self, fails: bool = False, config: Any = None, lost: str = "") -> None:
         super().__init__(self._answer)
@@ -215,6 +215,10 @@ class VLLM(httpx.MockTransport):
         if path in ("/pause", "/resume"):
             self.paused = path == "/pause"
             return httpx.Response(200, json={"status": "paused" if self.paused else "resumed"})
+        if path == "/sleep":
+            self.paused = True
+        if path in ("/sleep", "/wake_up"):
+            return httpx.Response(200, json={"status": "sleeping"})
         if path == "/collective_rpc":
             assert self.paused
             if self.fails:
@@ -248,6 +252,24 @@ def test_vllm_push_loads_folder_while_paused(checkpoint: Path, monkeypatch: pyte
         ("/reset_prefix_cache", {}),
         ("/resume", {}),
     ]
+
+
+def test_vllm_loads_weights_between_sleep_and_waking(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = VLLM()
+    server = vllm(monkeypatch, fake)
+    server.sleep()
+    server.wake_up("weights")
+    server.push(checkpoint, None, lambda sent, total: None)
+    server.wake_up("kv_cache")
+    # Without /resume: vLLM must not compute before its cache is back.
+    paths = ["/sleep?level=1", "/wake_up?tags=weights", "/collective_rpc", "/wake_up?tags=kv_cache"]
+    assert [
+        path for path, _ in fake.calls if "/v1/models" not in path and "/server_info" not in path
+    ] == paths
+    server.push(checkpoint, None, lambda sent, total: None)
+    assert fake.calls[-1] == ("/resume", {})
 
 
 def test_vllm_stays_paused_after_failed_load(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,21 +5,24 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import ValidationError
 from task_cases import metrics, run_task
 
 from perilune.bundle.compare import compare_artifacts
-from perilune.errors import WorkFailedError
+from perilune.errors import RequestError, WorkFailedError
 from perilune.files import read_json_lines
 from perilune.models.checkpoints.loading import new_model, save_checkpoint
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.tasks.rl.spec import RLSpec
+from perilune.tasks.rl.update import PolicyUpdater
 from perilune.tasks.selfplay.spec import SelfPlaySpec
 
 pytestmark = pytest.mark.slow
@@ -27,19 +30,27 @@ pytestmark = pytest.mark.slow
 CORRECTED = {"off_policy": {"proximal": "learner", "weight": "truncate"}}
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server with other weights than any run below."""
-    folder, tokenizer = tmp_path_factory.mktemp("server") / "other", Tokenizer.characters()
-    save_checkpoint(folder, new_model("tiny", tokenizer, seed=9), tokenizer)
-    options = ["serve", str(folder), "--weight-updates", "--port", "0"]
+@contextmanager
+def serving(folder: Path, *flags: str) -> Iterator[str]:
+    """Serve weights that no run below has; yield the URL."""
+    tokenizer = Tokenizer.characters()
+    save_checkpoint(folder / "other", new_model("tiny", tokenizer, seed=9), tokenizer)
+    options = ["serve", str(folder / "other"), "--weight-updates", "--port", "0", *flags]
     command = [sys.executable, "-m", "perilune.cli.main", *options]
     variables = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables) as process:
         assert process.stderr is not None
         found = next(filter(None, (re.search(r"answers at (http://\S+)", line) for line in process.stderr)))
-        yield found[1]
-        process.kill()
+        try:
+            yield found[1].removesuffix("/v1")
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(tmp_path_factory.mktemp("server")) as found:
+        yield found
 
 
 def test_run_equals_one_with_the_own_engine(url: str, tmp_path: Path) -> None:
@@ -60,6 +71,27 @@ def test_turn_without_room_in_the_context_window_ends_the_episode(url: str, tmp_
     served = run_task(tmp_path / "served", "rl", engine={"url": url}, **options, **CORRECTED)
     assert {change.path for change in compare_artifacts(own, served)} <= {"artifacts/summary.json"}
     assert metrics(served)[0]["truncated"] > 0
+
+
+def test_server_sleeps_while_the_policy_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asleep, update = [], PolicyUpdater.update
+
+    def observed(self: PolicyUpdater, *arguments: Any) -> Any:
+        asleep.append(httpx.get(f"{served}/is_sleeping").json()["is_sleeping"])
+        return update(self, *arguments)
+
+    own = run_task(tmp_path / "own", "rl", **CORRECTED)
+    monkeypatch.setattr(PolicyUpdater, "update", observed)
+    with serving(tmp_path / "server", "--control") as served:
+        run = run_task(tmp_path / "run", "rl", engine={"url": served, "sleep": True}, **CORRECTED)
+        assert not httpx.get(f"{served}/is_sleeping").json()["is_sleeping"]
+    assert asleep and all(asleep)
+    assert {change.path for change in compare_artifacts(own, run)} <= {"artifacts/summary.json"}
+
+
+def test_server_that_cannot_sleep_is_refused_before_training(url: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="--control"):
+        run_task(tmp_path / "bundle", "rl", engine={"url": url, "sleep": True})
 
 
 def test_server_without_the_weights_stops_the_run(

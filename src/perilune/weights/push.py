@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import httpx
 
@@ -21,6 +22,7 @@ _MAX_ATTEMPTS = 8  # failed connections in a row, after which a push fails
 _MAX_WAIT_S = 10.0  # longest time between two attempts
 _CONNECT_TIMEOUT_S = 10.0  # seconds
 _ANSWER_TIMEOUT_S = 600.0  # seconds to load weights
+_AUTHENTICATE = "name the environment variable with the server's token: --token-env NAME"
 
 
 @dataclass(frozen=True)
@@ -40,15 +42,44 @@ class PushResult:
     seconds: float
 
 
-class WeightServer(Protocol):
-    """A server that can get new weights."""
+class WeightServer(ABC):
+    """A server that can get new weights, and free its memory in between.
 
+    To sleep, it is `perilune serve --control`, or vLLM with --enable-sleep-mode.
+    """
+
+    def __init__(self, http: _Http) -> None:
+        self._http = http
+        self._asleep = False
+
+    def sleep(self) -> None:
+        """Free the memory of the weights and the KV cache. Requests in flight end with an error.
+
+        Raises:
+            RequestError, WorkFailedError: when the server cannot sleep, or does not answer.
+        """
+        self._http.post("/sleep?level=1", {})  # vLLM keeps the weights in host memory
+        self._asleep = True
+
+    def wake_up(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Restore a part of the memory; the weights first. The server then answers requests.
+
+        Raises:
+            RequestError, WorkFailedError: when the server refuses, or does not answer.
+        """
+        self._http.post(f"/wake_up?tags={part}", {})
+        self._asleep = part == "weights"
+
+    @abstractmethod
     def push(self, folder: Path, base: Path | None, report: Callable[[int, int], None]) -> PushResult:
         """Make the server use the checkpoint in `folder`.
 
         Args:
             base: the checkpoint of the server, to send only changes. Otherwise all values are sent.
             report: called with the number of received bytes, and the total.
+
+        Raises:
+            RequestError, WorkFailedError: when the server does not load the weights.
         """
 
 
@@ -69,11 +100,8 @@ def find_server(url: str, token: str | None) -> WeightServer:
     raise RequestError(f"unsupported server: {owner!r}", where=url, remedy="push to perilune serve, or vLLM")
 
 
-class PeriluneServer:
+class PeriluneServer(WeightServer):
     """A Perilune server. It receives a file in its precision; an interrupted transfer resumes."""
-
-    def __init__(self, http: _Http) -> None:
-        self._http = http
 
     def push(self, folder: Path, base: Path | None, report: Callable[[int, int], None]) -> PushResult:
         began = time.monotonic()
@@ -124,16 +152,13 @@ class PeriluneServer:
         return int(answer["received"])
 
 
-class VLLMServer:
+class VLLMServer(WeightServer):
     """A vLLM server with VLLM_SERVER_DEV_MODE=1 that can read the folder under the same path.
 
     Requests in flight are paused, not dropped. They continue with the new weights on their old keys and
     values, which later requests do not reuse. An adapter replaces the one with the folder's name without a
     pause, and needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=True instead.
     """
-
-    def __init__(self, http: _Http) -> None:
-        self._http = http
 
     def push(self, folder: Path, base: Path | None, report: Callable[[int, int], None]) -> PushResult:
         began, path = time.monotonic(), str(folder.absolute())
@@ -162,7 +187,8 @@ class VLLMServer:
             )
 
     def _reload(self, path: str) -> None:
-        self._http.post("/pause?mode=keep", {})
+        if not self._asleep:
+            self._http.post("/pause?mode=keep", {})
         arguments = {"weights_path": path, "is_checkpoint_format": True}
         try:
             self._http.post("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
@@ -172,8 +198,9 @@ class VLLMServer:
                 where=path,
                 remedy="see the log of vLLM, then push again or restart vLLM",
             ) from None
-        self._http.post("/reset_prefix_cache", {})
-        self._http.post("/resume", {})
+        if not self._asleep:  # else its cache is empty, and it resumes once it is awake
+            self._http.post("/reset_prefix_cache", {})
+            self._http.post("/resume", {})
 
 
 def _write_update(scratch: Path, folder: Path, base: Path | None, has: Mapping[str, Any]) -> Update:
@@ -246,11 +273,20 @@ class _Http:
         message = f"{method} {path} returned {response.status_code}: {response.text[:300]}"
         if response.status_code >= 500:
             raise WorkFailedError(message, where=self._url, remedy="see the server's log")
-        remedy = {
-            401: "name the environment variable with the server's token: --token-env NAME",
-            404: "run the same command again"
-            if "incomplete" in response.text
-            else "start it with: perilune serve --weight-updates, or VLLM_SERVER_DEV_MODE=1 vllm serve"
-            " (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 for adapters)",
-        }
+        remedy = {401: _AUTHENTICATE, 404: _missing_endpoint(path, response.text)}
         raise RequestError(message, where=self._url, remedy=remedy.get(response.status_code, ""))
+
+
+def _missing_endpoint(path: str, answer: str) -> str:
+    """Return the remedy for status 404."""
+    if "incomplete" in answer:
+        return "run the same command again"
+    if path.startswith(("/sleep", "/wake_up")):
+        return (
+            "start it with: perilune serve --weight-updates --control,"
+            " or VLLM_SERVER_DEV_MODE=1 vllm serve --enable-sleep-mode"
+        )
+    return (
+        "start it with: perilune serve --weight-updates, or VLLM_SERVER_DEV_MODE=1 vllm serve"
+        " (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 for adapters)"
+    )

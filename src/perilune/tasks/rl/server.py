@@ -2,8 +2,10 @@
 
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
+from perilune.errors import PeriluneError
 from perilune.learn.trainer import Learner
 from perilune.models.adapters.files import save_policy
 from perilune.rollout.groups import Groups
@@ -11,7 +13,7 @@ from perilune.rollout.timing import Stopwatch
 from perilune.tasks.rl.sampling import GroupSampler
 from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.stage.player import Player
-from perilune.tasks.stage.sampling import ServerSpec, open_server
+from perilune.tasks.stage.sampling import TrainedServerSpec, open_server
 from perilune.watchdog import Watchdog
 
 
@@ -25,7 +27,7 @@ class ServerSampler(GroupSampler):
         RequestError, WorkFailedError: as `RemoteEngine` and `find_server`.
     """
 
-    def __init__(self, spec: RLSpec, server: ServerSpec, player: Player, learner: Learner) -> None:
+    def __init__(self, spec: RLSpec, server: TrainedServerSpec, player: Player, learner: Learner) -> None:
         workspace = player.workspace
         self._engine, self._learner = open_server(server, workspace), learner
         from perilune.weights.push import find_server  # needs httpx, which `open_server` has found
@@ -33,16 +35,22 @@ class ServerSampler(GroupSampler):
         self._server = find_server(server.url, workspace.secret(server.token) if server.token else None)
         self._folder = workspace.runtime / "published"
         self._timings: Mapping[str, float] = {}
+        self._sleeps = server.sleep
+        if self._sleeps:
+            self._server.sleep()
         super().__init__(spec, player, replace(player.rollouts, engine=self._engine), learner.memory)
 
     def sample(self, step: int, watch: Stopwatch) -> Groups:
-        """Send the learner's weights, and sample the groups of a step.
+        """Send the learner's weights, sample the groups of a step, and let the server sleep if it shall.
 
         Raises:
             RequestError, WorkFailedError: when the server does not load the weights, or sampling fails.
         """
         self._publish()
-        return super().sample(step, watch)
+        groups = super().sample(step, watch)
+        if self._sleeps:
+            self._server.sleep()
+        return groups
 
     def _publish(self) -> None:
         """Send the policy's weights. vLLM reads them from a folder of the stage."""
@@ -51,7 +59,11 @@ class ServerSampler(GroupSampler):
         try:
             save_policy(self._folder, policy.decoder, policy.tokenizer)
             with Watchdog("weights for the server"):
+                if self._sleeps:
+                    self._server.wake_up("weights")
                 pushed = self._server.push(self._folder, None, lambda sent, total: None)
+                if self._sleeps:
+                    self._server.wake_up("kv_cache")
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
         self._engine.version = self._learner.version
@@ -61,4 +73,8 @@ class ServerSampler(GroupSampler):
         return self._timings
 
     def close(self) -> None:
+        if self._sleeps:
+            with suppress(PeriluneError):  # the run may end because the server did
+                self._server.wake_up("weights")
+                self._server.wake_up("kv_cache")
         self._engine.close()

@@ -98,6 +98,10 @@ class TrainedServerSpec(ServerSpec):
         description="only in an rl stage: precision of the server's products, which bounds how much its"
         " log-probs may differ from the learner's",
     )
+    sleep: bool = Field(
+        False,
+        description="only in an rl stage: the server frees its memory while the policy learns",
+    )
 
     @property
     def rounding(self) -> Rounding:
