@@ -128,6 +128,16 @@ def test_each_action_has_loss_weight_in_one_context_only(rule: str) -> None:
     ("section", "error"),
     [
         ({"id": "oolong", "context": {"rule": "fold"}}, "oolong has a single turn"),
+        (
+            {
+                "id": "open_spiel",
+                "game": "tic_tac_toe",
+                "opponent": "random",
+                "history": False,
+                "context": {"rule": "fold"},
+            },
+            "begins a new context in each turn",
+        ),
         ({"id": "tools", "context": {"rule": "cut"}}, "context.rule: Input should be"),
         ({"id": "tools", "context": {"rule": "fold", "abve": 3}}, "no field 'context.abve'"),
     ],

@@ -84,6 +84,7 @@ class OpenSpielEnvironment(MultiTurn):
             where = "environment.opponent"
             self._opponent = make_game_teacher(spec.opponent, game, simulations=spec.simulations, where=where)
         self.players = game.num_players() if self._opponent is None else 1
+        self.history = spec.history
         self.max_turns = int(game.max_game_length()) * (self.players if is_simultaneous(game) else 1)
 
     @staticmethod

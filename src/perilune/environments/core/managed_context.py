@@ -63,7 +63,7 @@ class ManagedContext(EnvironmentWrapper, MultiTurn):
     """An environment with several turns whose policy sees the conversation as the rule shortens it.
 
     Raises:
-        RequestError: for an environment with a single turn or several players.
+        RequestError: for an environment with a single turn, several players, or a new context in each turn.
     """
 
     stops_agents = True  # the environment's stop texts end the turns of all contexts
@@ -74,6 +74,9 @@ class ManagedContext(EnvironmentWrapper, MultiTurn):
             turns = "a single turn" if own_turns == 1 else "several players"
             what = f"needs an environment with several turns and one player; {environment.id} has {turns}"
             raise RequestError(what, where=f"environment.{CONTEXT_KEY}", remedy="remove it")
+        if not getattr(environment, "history", True):
+            what = f"with history: false {environment.id} begins a new context in each turn"
+            raise RequestError(what, where=f"environment.{CONTEXT_KEY}", remedy="remove one of them")
         super().__init__(environment)
         self.max_turns = 2 * own_turns  # a summary is a turn, too; the environment counts its own
         self.cut_off = getattr(environment, "cut_off", None)
