@@ -13,7 +13,7 @@ from perilune.cli.main import main
 from perilune.errors import RequestError, WorkFailedError
 from perilune.models.checkpoints.loading import load_checkpoint, save_checkpoint
 from perilune.weights import push
-from perilune.weights.push import PeriluneServer, VLLMServer, find_server
+from perilune.weights.push import PeriluneServer, VLLMServer, WeightServer, find_server
 
 TOKEN = "a-token-for-these-tests"
 
@@ -290,6 +290,65 @@ def test_lost_connection_to_vllm_is_reported_and_not_repeated(
         server.push(tmp_path if "lora" in lost else checkpoint, None, lambda sent, total: None)
     assert "http://vllm:8000" in str(failure.value) and "push again" in str(failure.value)
     assert [path.partition("?")[0] for path, _ in fake.calls].count(lost) == 1
+
+
+class SGLang(httpx.MockTransport):
+    """A fake SGLang server with the endpoints that replace weights."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__(self._answer)
+        self.fails, self.calls = fails, list[Any]()
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        import json
+
+        path = request.url.path
+        if path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "m", "owned_by": "sglang"}]})
+        self.calls.append((path, json.loads(request.content)))
+        if path == "/update_weights_from_disk" and self.fails:
+            return httpx.Response(400, json={"success": False, "message": "Failed to load weights"})
+        return httpx.Response(200, json={"success": True})
+
+
+def sglang(monkeypatch: pytest.MonkeyPatch, fake: SGLang) -> WeightServer:
+    client = httpx.Client
+    monkeypatch.setattr(push.httpx, "Client", lambda **options: client(transport=fake, **options))
+    return find_server("http://sglang:30000", None)
+
+
+def test_sglang_loads_folder_while_paused_or_asleep(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = SGLang()
+    server = sglang(monkeypatch, fake)
+    load = ("/update_weights_from_disk", {"model_path": str(checkpoint), "flush_cache": True})
+    server.push(checkpoint, None, lambda sent, total: None)
+    assert fake.calls == [("/pause_generation", {"mode": "retract"}), load, ("/continue_generation", {})]
+    fake.calls.clear()
+    server.sleep()
+    server.wake_up("weights")
+    server.push(checkpoint, None, lambda sent, total: None)
+    server.wake_up("kv_cache")
+    assert fake.calls == [
+        ("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}),
+        ("/resume_memory_occupation", {"tags": ["weights"]}),
+        load,
+        ("/resume_memory_occupation", {"tags": ["kv_cache"]}),
+    ]
+
+
+def test_sglang_stays_paused_after_failed_load(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = SGLang(fails=True)
+    server = sglang(monkeypatch, fake)
+    with pytest.raises(WorkFailedError, match=r"stays paused.*Failed to load weights"):
+        server.push(checkpoint, None, lambda sent, total: None)
+    assert fake.calls[-1][0] == "/update_weights_from_disk"
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(RequestError, match="adapter"):
+        server.push(tmp_path, None, lambda sent, total: None)
 
 
 def test_vllm_on_a_cpu_gets_no_model_with_tied_embeddings(

@@ -1,4 +1,4 @@
-"""Send weights to a server: `perilune serve --weight-updates`, or vLLM in its development mode."""
+"""Send weights to a server: `perilune serve --weight-updates`, vLLM in its development mode, or SGLang."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class PushResult:
 class WeightServer(ABC):
     """A server that can get new weights, and free its memory in between.
 
-    To sleep, it is `perilune serve --control`, or vLLM with --enable-sleep-mode.
+    To sleep, it is `perilune serve --control`, vLLM with --enable-sleep-mode, or SGLang with
+    --enable-memory-saver.
     """
 
     def __init__(self, http: _Http) -> None:
@@ -53,7 +54,7 @@ class WeightServer(ABC):
         self._asleep = False
 
     def sleep(self) -> None:
-        """Free the memory of the weights and the KV cache. Requests in flight end with an error.
+        """Free the memory of the weights and the KV cache, when no request is in flight.
 
         Raises:
             RequestError, WorkFailedError: when the server cannot sleep, or does not answer.
@@ -62,7 +63,7 @@ class WeightServer(ABC):
         self._asleep = True
 
     def wake_up(self, part: Literal["weights", "kv_cache"]) -> None:
-        """Restore a part of the memory; the weights first. The server then answers requests.
+        """Restore a part of the memory: first the weights, which must then be pushed, then the KV cache.
 
         Raises:
             RequestError, WorkFailedError: when the server refuses, or does not answer.
@@ -87,7 +88,7 @@ def find_server(url: str, token: str | None) -> WeightServer:
     """Return a client for the server at `url`, whose kind its list of models shows.
 
     Raises:
-        RequestError: when it is neither Perilune nor vLLM, or refuses the token.
+        RequestError: when it is not Perilune, vLLM or SGLang, or refuses the token.
         WorkFailedError: when it does not answer.
     """
     http = _Http(url, token)
@@ -97,7 +98,11 @@ def find_server(url: str, token: str | None) -> WeightServer:
         return VLLMServer(http)
     if owner == "perilune":
         return PeriluneServer(http)
-    raise RequestError(f"unsupported server: {owner!r}", where=url, remedy="push to perilune serve, or vLLM")
+    if owner == "sglang":
+        return SGLangServer(http)
+    raise RequestError(
+        f"unsupported server: {owner!r}", where=url, remedy="push to perilune serve, vLLM or SGLang"
+    )
 
 
 class PeriluneServer(WeightServer):
@@ -193,14 +198,52 @@ class VLLMServer(WeightServer):
         try:
             self._http.post("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
         except (RequestError, WorkFailedError) as error:
-            raise WorkFailedError(
-                f"vLLM could not load the weights and stays paused; it may have a part of them ({error})",
-                where=path,
-                remedy="see the log of vLLM, then push again or restart vLLM",
-            ) from None
+            raise _partly_loaded("vLLM", path, error) from None
         if not self._asleep:  # else its cache is empty, and it resumes once it is awake
             self._http.post("/reset_prefix_cache", {})
             self._http.post("/resume", {})
+
+
+class SGLangServer(WeightServer):
+    """An SGLang server that can read the folder under the same path.
+
+    Requests in flight continue with the new weights after their prompts and tokens were computed again.
+    Asleep, it keeps no copy of the weights.
+    """
+
+    def sleep(self) -> None:
+        self._http.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+        self._asleep = True
+
+    def wake_up(self, part: Literal["weights", "kv_cache"]) -> None:
+        self._http.post("/resume_memory_occupation", {"tags": [part]})
+        self._asleep = part == "weights"
+
+    def push(self, folder: Path, base: Path | None, report: Callable[[int, int], None]) -> PushResult:
+        if (folder / CONFIG).exists():
+            raise RequestError(
+                "SGLang does not replace a loaded adapter",
+                where=str(folder),
+                remedy="merge the adapter into its base model first, and push that",
+            )
+        began, path = time.monotonic(), str(folder.absolute())
+        if not self._asleep:
+            self._http.post("/pause_generation", {"mode": "retract"})
+        try:
+            self._http.post("/update_weights_from_disk", {"model_path": path, "flush_cache": True})
+        except (RequestError, WorkFailedError) as error:
+            raise _partly_loaded("SGLang", path, error) from None
+        if not self._asleep:
+            self._http.post("/continue_generation", {})
+        return PushResult("sglang", None, 0, 1.0, time.monotonic() - began)
+
+
+def _partly_loaded(server: str, path: str, error: Exception) -> WorkFailedError:
+    return WorkFailedError(
+        f"{server} could not load the weights and stays paused; it may have a part of them ({error})",
+        where=path,
+        remedy=f"see the log of {server}, then push again or restart {server}",
+    )
 
 
 def _write_update(scratch: Path, folder: Path, base: Path | None, has: Mapping[str, Any]) -> Update:
@@ -286,6 +329,8 @@ def _missing_endpoint(path: str, answer: str) -> str:
             "start it with: perilune serve --weight-updates --control,"
             " or VLLM_SERVER_DEV_MODE=1 vllm serve --enable-sleep-mode"
         )
+    if path.startswith(("/pause_generation", "/update_weights", "/release_memory", "/resume_memory")):
+        return "update SGLang"
     return (
         "start it with: perilune serve --weight-updates, or VLLM_SERVER_DEV_MODE=1 vllm serve"
         " (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 for adapters)"

@@ -37,8 +37,8 @@ def push(
     and an interrupted transfer resumes. The weights are replaced between two tokens, all at once. Requests in
     flight continue with the new weights.
 
-    The server may also be vLLM with VLLM_SERVER_DEV_MODE=1. It must see the checkpoint under the same path.
-    A folder with a PEFT adapter replaces the adapter of that name.
+    The server may also be vLLM with VLLM_SERVER_DEV_MODE=1, or SGLang. Both must see the checkpoint under
+    the same path. A folder with a PEFT adapter replaces vLLM's adapter of that name.
 
     \b
     perilune push rl http://127.0.0.1:8000

@@ -75,6 +75,5 @@ class ServerSampler(GroupSampler):
     def close(self) -> None:
         if self._sleeps:
             with suppress(PeriluneError):  # the run may end because the server did
-                self._server.wake_up("weights")
-                self._server.wake_up("kv_cache")
+                self._publish()  # SGLang keeps no weights while it sleeps
         self._engine.close()
