@@ -187,10 +187,10 @@ def _auxiliary_warnings(job: Job) -> Iterator[str]:
     from perilune.tasks.rl.auxiliary_rewards import AuxiliaryRewards
     from perilune.verifiers import Scorer
 
-    environment = make_environment(job.environment)
     section = job.spec.get("auxiliary_rewards")
     if section is None or job.spec.get("reward_model"):  # whose scores are terms, too
         return
+    environment = make_environment(job.environment)
     if getattr(environment, "max_turns", 1) > 1 or part_sections(job.environment):
         return
     with Scorer(job.environment) as scorer:
