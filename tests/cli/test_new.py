@@ -13,8 +13,14 @@ from cli_cases import SCRIPT, environment
 FLAGS = ("--model", "tiny", "--environment", "calculator", "--task", "rl")
 
 
-@pytest.mark.parametrize("task", ["sft", "rl", "preference"])
-@pytest.mark.parametrize("of", ["calculator", "reasoning_gym/chain_sum"])
+@pytest.mark.parametrize(
+    ("of", "task"),
+    [
+        ("calculator", "sft"),
+        ("calculator", "rl"),
+        *(("reasoning_gym/chain_sum", task) for task in ("sft", "rl", "preference")),
+    ],
+)
 def test_new_writes_a_recipe_that_run_can_plan(here, tmp_path: Path, task: str, of: str) -> None:
     done = here("new", "mine", "--model", "tiny", "--environment", of, "--task", task)
     assert done.returncode == 0, done.stderr
@@ -24,6 +30,12 @@ def test_new_writes_a_recipe_that_run_can_plan(here, tmp_path: Path, task: str, 
     planned = here("run", "mine.yaml", "--plan")
     assert planned.returncode == 0, planned.stderr
     assert f": {task}" in planned.stdout and "after: evaluate" in planned.stdout
+
+
+def test_new_refuses_pairs_of_answers_with_several_turns(here, tmp_path: Path) -> None:
+    done = here("new", "mine", "--model", "tiny", "--environment", "calculator", "--task", "preference")
+    assert done.returncode == 2 and "calculator has several turns" in done.stderr
+    assert not (tmp_path / "mine.yaml").exists()
 
 
 def test_new_writes_fields_of_the_environment(here, tmp_path: Path) -> None:

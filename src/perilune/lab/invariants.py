@@ -82,7 +82,7 @@ def _find_log_gaps(lab: Laboratory, session: Session) -> Iterator[str]:
     for run in session.scalars(select(Run).where(Run.state == RunState.SUCCEEDED.value)):
         text = b"".join(LogReader(lab.control.directory(run) / "runtime").read()).decode()
         begun = re.findall(r"starts after step (\d+)$", text, re.MULTILINE)
-        steps = [int(step) for step in re.findall(r"^[\d:]+ step (\d+)$", text, re.MULTILINE)]
+        steps = [int(step) for step in re.findall(r"^[\d:]+Z step (\d+)$", text, re.MULTILINE)]
         # There are no steps if the attempt before completed all of them.
         if len(begun) != 1 or steps != list(range(int(begun[0]) + 1, STEPS + 1)):
             yield f"run {run.id}: its log starts after {begun} and has the steps {steps}"

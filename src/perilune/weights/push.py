@@ -59,7 +59,7 @@ class WeightServer(ABC):
         Raises:
             RequestError, WorkFailedError: when the server cannot sleep, or does not answer.
         """
-        self._http.post("/sleep?level=1", {})  # vLLM keeps the weights in host memory
+        self._http.json("POST", "/sleep?level=1", {})  # vLLM keeps the weights in host memory
         self._asleep = True
 
     def wake_up(self, part: Literal["weights", "kv_cache"]) -> None:
@@ -68,7 +68,7 @@ class WeightServer(ABC):
         Raises:
             RequestError, WorkFailedError: when the server refuses, or does not answer.
         """
-        self._http.post(f"/wake_up?tags={part}", {})
+        self._http.json("POST", f"/wake_up?tags={part}", {})
         self._asleep = part == "weights"
 
     @abstractmethod

@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 
 from perilune.errors import PeriluneError
@@ -74,6 +73,8 @@ class ServerSampler(GroupSampler):
 
     def close(self) -> None:
         if self._sleeps:
-            with suppress(PeriluneError):  # the run may end because the server did
+            try:
                 self._publish()  # SGLang keeps no weights while it sleeps
+            except PeriluneError as error:  # the run may end because the server did
+                self._player.workspace.log(f"warning: the server could not be woken up: {error}")
         self._engine.close()
