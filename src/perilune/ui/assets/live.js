@@ -12,6 +12,11 @@ const say = (text, kind) => {
 source.onopen = () => say("live", "on");
 source.onerror = () => say("no connection", "off");
 
+function reload() {
+  source.close(); // another event would start the reload again
+  location.reload();
+}
+
 const pending = new Set(); // stages with new lines to draw
 function draw() {
   for (const stage of pending) Course.update(stage);
@@ -23,7 +28,7 @@ source.addEventListener("steps", event => {
   const news = JSON.parse(event.data);
   const training = Data.training.find(one => one.stage === news.stage);
   const isNew = news.episodes.length && !Episodes.has(news.stage);
-  if (!training || isNew) return location.reload(); // the first step or episodes of a stage
+  if (!training || isNew) return reload(); // the first step or episodes of a stage
   const columns = Object.keys(training.columns).length;
   append(training.columns, news.metrics);
   append(training.timings, news.timings);
@@ -40,7 +45,7 @@ source.addEventListener("status", event => {
   document.getElementById("verdict").replaceWith(Verdict.panel());
   document.getElementById("progress").replaceWith(Verdict.progress());
 });
-source.addEventListener("changed", () => location.reload());
+source.addEventListener("changed", reload);
 
 // The rest of the page is read again at intervals that cost the machine little.
 const SOON = 15_000; // milliseconds
