@@ -8,7 +8,8 @@ from .text import Leads
 LEADS: Leads = {**speed.LEADS, **learning.LEADS, **agents.LEADS, **trust.LEADS, **operation.LEADS}
 QUESTIONS: Mapping[str, tuple[str, ...]] = {
     "How fast is Perilune, compared with other software?": (
-        *("real_model", "grpo_step_vs_trl", "engine_vs_generate", "rollout", "openvino", "matrix_products"),
+        *("real_model", "grpo_step_vs_trl", "engine_vs_generate", "rollout", "openvino", "vllm_server"),
+        "matrix_products",
     ),
     "How fast is it on a GPU?": ("grpo_cuda", "rollout_cuda", "passes_cuda", "smollm2_cuda"),
     "What makes sampling and training faster?": (

@@ -2,7 +2,7 @@
 
 from statistics import median
 
-from .text import Document, Lead, Leads, count, listed, span
+from .text import Document, Lead, Leads, change, count, listed, span
 
 
 def generate(document: Document) -> Lead:
@@ -165,6 +165,17 @@ def smollm2_cuda(document: Document) -> Lead:
     )
 
 
+def vllm_server(document: Document) -> Lead:
+    ratios = [median(row["speed of Perilune's engine / speed of vLLM server"]) for row in document["speed"]]
+    difference = change(document["comparisons"][2])
+    return (
+        "Perilune's engine and a vLLM server sample from SmolLM2-135M in float32 on two CPU threads, and a "
+        "tiny model learns from samples of either.",
+        f"Perilune's engine is {span(ratios)} times as fast, and the difference of pass@1 after RL, vLLM "
+        f"minus Perilune, is {difference}.",
+    )
+
+
 LEADS: Leads = {
     "engine_vs_generate": generate,
     "grpo_cuda": grpo_cuda,
@@ -178,5 +189,6 @@ LEADS: Leads = {
     "rollout_cuda": rollout_cuda,
     "smollm2_cuda": smollm2_cuda,
     "speculation": speculation,
+    "vllm_server": vllm_server,
     "weight_sync": weight_sync,
 }
