@@ -59,7 +59,7 @@ class WeightServer(ABC):
         Raises:
             RequestError, WorkFailedError: when the server cannot sleep, or does not answer.
         """
-        self._http.json("POST", "/sleep?level=1", {})  # vLLM keeps the weights in host memory
+        self._free_memory()
         self._asleep = True
 
     def wake_up(self, part: Literal["weights", "kv_cache"]) -> None:
@@ -68,8 +68,14 @@ class WeightServer(ABC):
         Raises:
             RequestError, WorkFailedError: when the server refuses, or does not answer.
         """
-        self._http.json("POST", f"/wake_up?tags={part}", {})
+        self._restore_memory(part)
         self._asleep = part == "weights"
+
+    def _free_memory(self) -> None:
+        self._http.json("POST", "/sleep?level=1", {})  # vLLM keeps the weights in host memory
+
+    def _restore_memory(self, part: str) -> None:
+        self._http.json("POST", f"/wake_up?tags={part}", {})
 
     @abstractmethod
     def push(self, folder: Path, base: Path | None, report: Callable[[int, int], None]) -> PushResult:
@@ -157,23 +163,66 @@ class PeriluneServer(WeightServer):
         return int(answer["received"])
 
 
-class VLLMServer(WeightServer):
-    """A vLLM server with VLLM_SERVER_DEV_MODE=1 that can read the folder under the same path.
+class FolderServer(WeightServer):
+    """A server that can read the checkpoint's folder under the same path."""
+
+    name: str
+
+    def push(self, folder: Path, base: Path | None, report: Callable[[int, int], None]) -> PushResult:
+        began = time.monotonic()
+        if (folder / CONFIG).exists():
+            self._load_adapter(folder)
+        else:
+            self._load_paused(folder)
+        return PushResult(self.name.lower(), None, 0, 1.0, time.monotonic() - began)
+
+    def _load_paused(self, folder: Path) -> None:
+        """Load a checkpoint while the server computes nothing. Asleep, it resumes once it is awake."""
+        path = str(folder.absolute())
+        if not self._asleep:
+            self._pause()
+        try:
+            self._load(path)
+        except (RequestError, WorkFailedError) as error:
+            raise WorkFailedError(
+                f"{self.name} could not load the weights and stays paused;"
+                f" it may have a part of them ({error})",
+                where=path,
+                remedy=f"see the log of {self.name}, then push again or restart {self.name}",
+            ) from None
+        if not self._asleep:
+            self._resume()
+
+    @abstractmethod
+    def _load_adapter(self, folder: Path) -> None: ...
+
+    @abstractmethod
+    def _pause(self) -> None: ...
+
+    @abstractmethod
+    def _load(self, path: str) -> None: ...
+
+    @abstractmethod
+    def _resume(self) -> None: ...
+
+
+class VLLMServer(FolderServer):
+    """A vLLM server with VLLM_SERVER_DEV_MODE=1.
 
     Requests in flight are paused, not dropped. They continue with the new weights on their old keys and
     values, which later requests do not reuse. An adapter replaces the one with the folder's name without a
     pause, and needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=True instead.
     """
 
-    def push(self, folder: Path, base: Path | None, report: Callable[[int, int], None]) -> PushResult:
-        began, path = time.monotonic(), str(folder.absolute())
-        if (folder / CONFIG).exists():
-            adapter = {"lora_name": folder.name, "lora_path": path, "load_inplace": True}
-            self._http.post("/v1/load_lora_adapter", adapter)
-        else:
-            self._check_output_weights(folder)
-            self._reload(path)
-        return PushResult("vllm", None, 0, 1.0, time.monotonic() - began)
+    name = "vLLM"
+
+    def _load_adapter(self, folder: Path) -> None:
+        adapter = {"lora_name": folder.name, "lora_path": str(folder.absolute()), "load_inplace": True}
+        self._http.post("/v1/load_lora_adapter", adapter)
+
+    def _load_paused(self, folder: Path) -> None:
+        self._check_output_weights(folder)
+        super()._load_paused(folder)
 
     def _check_output_weights(self, folder: Path) -> None:
         """Refuse tied embeddings on a CPU, where vLLM 0.32 keeps its packed old output weights."""
@@ -191,59 +240,48 @@ class VLLMServer(WeightServer):
                 remedy="restart vLLM with the checkpoint, or use perilune serve --weight-updates",
             )
 
-    def _reload(self, path: str) -> None:
-        if not self._asleep:
-            self._http.post("/pause?mode=keep", {})
+    def _pause(self) -> None:
+        self._http.post("/pause?mode=keep", {})
+
+    def _load(self, path: str) -> None:
         arguments = {"weights_path": path, "is_checkpoint_format": True}
-        try:
-            self._http.post("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
-        except (RequestError, WorkFailedError) as error:
-            raise _partly_loaded("vLLM", path, error) from None
-        if not self._asleep:  # else its cache is empty, and it resumes once it is awake
-            self._http.post("/reset_prefix_cache", {})
-            self._http.post("/resume", {})
+        self._http.post("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
+
+    def _resume(self) -> None:
+        self._http.post("/reset_prefix_cache", {})
+        self._http.post("/resume", {})
 
 
-class SGLangServer(WeightServer):
-    """An SGLang server that can read the folder under the same path.
+class SGLangServer(FolderServer):
+    """An SGLang server.
 
     Requests in flight continue with the new weights after their prompts and tokens were computed again.
     Asleep, it keeps no copy of the weights.
     """
 
-    def sleep(self) -> None:
+    name = "SGLang"
+
+    def _free_memory(self) -> None:
         self._http.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
-        self._asleep = True
 
-    def wake_up(self, part: Literal["weights", "kv_cache"]) -> None:
+    def _restore_memory(self, part: str) -> None:
         self._http.post("/resume_memory_occupation", {"tags": [part]})
-        self._asleep = part == "weights"
 
-    def push(self, folder: Path, base: Path | None, report: Callable[[int, int], None]) -> PushResult:
-        if (folder / CONFIG).exists():
-            raise RequestError(
-                "SGLang does not replace a loaded adapter",
-                where=str(folder),
-                remedy="merge the adapter into its base model first, and push that",
-            )
-        began, path = time.monotonic(), str(folder.absolute())
-        if not self._asleep:
-            self._http.post("/pause_generation", {"mode": "retract"})
-        try:
-            self._http.post("/update_weights_from_disk", {"model_path": path, "flush_cache": True})
-        except (RequestError, WorkFailedError) as error:
-            raise _partly_loaded("SGLang", path, error) from None
-        if not self._asleep:
-            self._http.post("/continue_generation", {})
-        return PushResult("sglang", None, 0, 1.0, time.monotonic() - began)
+    def _load_adapter(self, folder: Path) -> None:
+        raise RequestError(
+            "SGLang does not replace a loaded adapter",
+            where=str(folder),
+            remedy="merge the adapter into its base model first, and push that",
+        )
 
+    def _pause(self) -> None:
+        self._http.post("/pause_generation", {"mode": "retract"})
 
-def _partly_loaded(server: str, path: str, error: Exception) -> WorkFailedError:
-    return WorkFailedError(
-        f"{server} could not load the weights and stays paused; it may have a part of them ({error})",
-        where=path,
-        remedy=f"see the log of {server}, then push again or restart {server}",
-    )
+    def _load(self, path: str) -> None:
+        self._http.post("/update_weights_from_disk", {"model_path": path, "flush_cache": True})
+
+    def _resume(self) -> None:
+        self._http.post("/continue_generation", {})
 
 
 def _write_update(scratch: Path, folder: Path, base: Path | None, has: Mapping[str, Any]) -> Update:

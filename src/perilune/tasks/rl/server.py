@@ -40,7 +40,7 @@ class ServerSampler(GroupSampler):
         super().__init__(spec, player, replace(player.rollouts, engine=self._engine), learner.memory)
 
     def sample(self, step: int, watch: Stopwatch) -> Groups:
-        """Send the learner's weights, sample the groups of a step, and let the server sleep if it shall.
+        """Send the learner's weights, sample the groups of a step, then put the server to sleep with `sleep`.
 
         Raises:
             RequestError, WorkFailedError: when the server does not load the weights, or sampling fails.
