@@ -25,7 +25,7 @@ Clock = Callable[[], float]
 ROWS = (64, 1, 256, 8, 16, 128, 2, 32, 4, 12, 96, 3, 24, 192, 48, 6)  # the most informative first
 PROMPT_TOKENS = (6, 150, 40, 500)  # tokens
 ANSWER_TOKENS = 20  # tokens of an answer, about
-MAX_PROMPT_TOKENS = 64_000  # prompt tokens of a measurement
+MAX_PROMPT_TOKENS = 24_000  # of all requests of a shape
 GROUP_SIZE = 8  # samples of a prompt
 REPEATS = 3  # of which the median counts
 STEPS_PER_MEASUREMENT = 8  # equal decoding steps whose mean is one measurement
@@ -58,14 +58,21 @@ def _shapes(positions: int) -> Iterator[tuple[int, int, int]]:
     """Yield samples in flight, tokens of their prompts, and samples of each prompt."""
     for rows in ROWS:
         for prompt in PROMPT_TOKENS:
-            if rows * prompt <= MAX_PROMPT_TOKENS and prompt + 2 * ANSWER_TOKENS <= positions:
-                yield from dict.fromkeys([(rows, prompt, min(rows, GROUP_SIZE)), (rows, prompt, 1)])
+            for samples in dict.fromkeys((min(rows, GROUP_SIZE), 1)):
+                tokens = prompt * _request_count(rows, samples)
+                if tokens <= MAX_PROMPT_TOKENS and prompt + 2 * ANSWER_TOKENS <= positions:
+                    yield rows, prompt, samples
+
+
+def _request_count(rows: int, samples: int) -> int:
+    """Return the requests of a shape: those that fill the rows once, or single ones that fill them twice."""
+    return rows // samples if samples > 1 else 2 * rows
 
 
 def _make_requests(decoder: Decoder, rows: int, prompt: int, samples: int, repeat: int) -> list[Request]:
     """Return groups that end together, or single requests, of which some begin while others decode."""
     rng = np.random.default_rng(repeat)
-    count = rows // samples if samples > 1 else 2 * rows
+    count = _request_count(rows, samples)
     ids = rng.integers(decoder.config.vocab_size, size=(count, prompt)).tolist()
     answers = [
         ANSWER_TOKENS + (number % 3 if samples > 1 else number * 7 % ANSWER_TOKENS) for number in range(count)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from perilune.recipe.schema import Recipe
     from perilune.simulate.times import Calibrated
 
-ENGINE_SECONDS = 15.0  # seconds to measure the engine
+ENGINE_SECONDS = 10.0  # seconds to measure the engine
 LARGE_MODEL = 20_000_000  # parameters from which the training steps are smaller
 
 
@@ -62,14 +62,12 @@ class Shape(NamedTuple):
 
 SHAPES: tuple[Shape, ...] = (
     Shape(SUMS, 4, 4, 8),
-    Shape(SUMS, 32, 8, 8),
     Shape(SUMS, 8, 8, 48),
     Shape(SUMS, 8, 8, 48, long_prompt=True),
-    Shape(TURNS, 32, 8, 4),
+    Shape(TURNS, 16, 8, 4),
 )
 SMALL_SHAPES: tuple[Shape, ...] = (
     Shape(SUMS, 2, 2, 8),
-    Shape(SUMS, 8, 4, 8),
     Shape(SUMS, 4, 4, 32),
     Shape(SUMS, 4, 4, 32, long_prompt=True),
     Shape(TURNS, 4, 4, 8),
@@ -77,7 +75,7 @@ SMALL_SHAPES: tuple[Shape, ...] = (
 # A system prompt of 144 characters. All templates accept it as a part of the first question.
 LONG_PROMPT = {"system": "12+34=46 " * 16, "system_as": "user"}
 LONG_PROMPT_POSITIONS = 512  # of a model that has room for it and the answer
-STEPS, SMALL_STEPS = 10, 8  # of all shapes but the first, which has the checks of a long run
+STEPS = 8  # of all shapes but the first, which has the checks of a long run
 RECIPE = f"""name: calibration
 model: {{model}}
 environment: {{{{id: "{SUMS}"}}}}
@@ -143,10 +141,10 @@ def measure_times(
         publish = _publish_seconds(decoder, clock)
     report("Measuring the learner with a small recipe")
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
-    shapes, steps = (SMALL_SHAPES, SMALL_STEPS) if parameters >= LARGE_MODEL else (SHAPES, STEPS)
+    shapes = SMALL_SHAPES if parameters >= LARGE_MODEL else SHAPES
     if decoder.config.max_position_embeddings < LONG_PROMPT_POSITIONS:
         shapes = tuple(shape for shape in shapes if not shape.long_prompt)
-    training = _measure_training(recipe, shapes, steps)
+    training = _measure_training(recipe, shapes)
     times = MeasuredTimes(step=step, publish=publish, **training)
     return Calibrated(
         times, model_digest(section), describe_machine(device), engine_digest(), round(time.time(), 3), error
@@ -178,7 +176,7 @@ def _publish_seconds(decoder: Decoder, clock: Callable[[], float]) -> float:
     return clock() - began
 
 
-def _measure_training(recipe: Recipe, shapes: Sequence[Shape], steps: int) -> dict[str, Any]:
+def _measure_training(recipe: Recipe, shapes: Sequence[Shape]) -> dict[str, Any]:
     """Return the times of training, from RL stages of several shapes on small sums."""
     from perilune.cli.train.trial import try_environment
     from perilune.models.text.template_facts import recipe_tokenizer
@@ -189,7 +187,7 @@ def _measure_training(recipe: Recipe, shapes: Sequence[Shape], steps: int) -> di
     section = recipe.model.model_dump(mode="json", exclude_none=True)
     resources = recipe.resources.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     stages = "".join(
-        shape.stage(number, steps if number else MIN_LONG_RUN_STEPS) for number, shape in enumerate(shapes)
+        shape.stage(number, STEPS if number else MIN_LONG_RUN_STEPS) for number, shape in enumerate(shapes)
     )
     text = RECIPE.format(model=json.dumps(section), resources=json.dumps(resources), stages=stages)
     with run_on_sums(text) as document:
