@@ -13,7 +13,7 @@ from cli_cases import SCRIPT, environment
 
 from perilune import __version__
 from perilune.cli import reference
-from perilune.cli.commands import COMMANDS, PANELS, use_program_command
+from perilune.cli.commands import COMMANDS, PANELS, USUAL_NAMES, use_program_command
 from perilune.cli.main import load_command
 
 ROOT = Path(__file__).parents[2]
@@ -97,6 +97,12 @@ def test_unknown_command_suggests_the_nearest(perilune) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: unknown command 'shwo'\n  try: perilune show\n"
     assert perilune("bogus").stderr == "error: unknown command 'bogus'\n  try: perilune --help\n"  # not logs
+    assert perilune("ls").stderr == "error: unknown command 'ls'\n  try: perilune runs\n"
+
+
+def test_usual_names_lead_to_commands() -> None:
+    assert not USUAL_NAMES.keys() & COMMANDS.keys()
+    assert {remedy.split()[0] for remedy in USUAL_NAMES.values()} <= COMMANDS.keys()
 
 
 @pytest.mark.parametrize("active", [True, False], ids=["active", "not active"])

@@ -26,6 +26,32 @@ PANELS: dict[str, dict[str, Command]] = {
 }
 COMMANDS = {name: command for panel in PANELS.values() for name, command in panel.items()}
 
+# Names that users try from habit, and the commands that do this here.
+USUAL_NAMES = {
+    "ls": "runs",
+    "list": "runs",
+    "ps": "runs",
+    "status": "runs",
+    "train": "run",
+    "start": "run",
+    "resume": "run",
+    "plan": "run RECIPE --plan",
+    "score": "eval",
+    "test": "eval",
+    "benchmark": "eval",
+    "generate": "data",
+    "stop": "cancel",
+    "kill": "cancel",
+    "delete": "rm",
+    "remove": "rm",
+    "clean": "gc",
+    "du": "gc",
+    "init": "new",
+    "download": "model fetch",
+    "convert": "model",
+    "tensorboard": "track",
+}
+
 PROGRAM_NAME = "perilune"
 _COMMAND_PATTERN = re.compile(rf"(?<![\w./-]){PROGRAM_NAME}(?= (?:{'|'.join(COMMANDS)}|--help)\b)")
 

@@ -16,7 +16,14 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from perilune import __version__
-from perilune.cli.commands import COMMANDS, PANELS, PROGRAM_NAME, program_command, use_program_command
+from perilune.cli.commands import (
+    COMMANDS,
+    PANELS,
+    PROGRAM_NAME,
+    USUAL_NAMES,
+    program_command,
+    use_program_command,
+)
 from perilune.cli.failures import flush_stdout, report_failure
 from perilune.errors import RequestError, UserInterruptError
 from perilune.garbage import reduce_garbage_collection
@@ -53,9 +60,7 @@ class LazyGroup(TyperGroup):
         """
         name, *rest = args
         if name not in COMMANDS:
-            close = [near for near in difflib.get_close_matches(name, COMMANDS) if near[0] == name[0]]
-            remedy = f"perilune {close[0]}" if close else "perilune --help"
-            raise RequestError(f"unknown command '{name}'", remedy=remedy)
+            raise RequestError(f"unknown command '{name}'", remedy=f"perilune {_nearest_command(name)}")
         return name, load_command(name), rest
 
     def invoke(self, ctx: Any) -> Any:
@@ -67,6 +72,14 @@ class LazyGroup(TyperGroup):
         except typer.BadParameter as error:
             error.message = _state_value(error)
             raise
+
+
+def _nearest_command(name: str) -> str:
+    """Return the command that users mean by `name`, or the option --help."""
+    if name in USUAL_NAMES:
+        return USUAL_NAMES[name]
+    close = [near for near in difflib.get_close_matches(name, COMMANDS) if near[0] == name[0]]
+    return close[0] if close else "--help"
 
 
 def _state_value(error: typer.BadParameter) -> str:
