@@ -39,8 +39,13 @@ def test_kuhn_poker_has_its_published_nash_conv():
     assert kuhn.nash_conv(honest) > 0.01
 
 
-def test_decisions_have_the_conversation_of_a_session():
-    environment = make_environment({"id": "open_spiel", "game": "kuhn_poker"})
+@pytest.mark.parametrize(
+    "prompting",
+    [{}, {"system": "Play to win.", "few_shot": [{"question": "Your card?", "answer": "Pass"}]}],
+    ids=["plain", "prompted"],
+)
+def test_decisions_have_the_conversation_of_a_session(prompting):
+    environment = make_environment({"id": "open_spiel", "game": "kuhn_poker", "prompting": prompting})
     known = {
         roles_and_contents(node.messages): node for node in ExactGame.from_environment(environment).decisions
     }
@@ -54,6 +59,7 @@ def test_decisions_have_the_conversation_of_a_session():
                 heard[view.player] += view.messages
                 decision = known[roles_and_contents(heard[view.player])]
                 assert (decision.player, decision.moves) == (view.player, view.legal)
+                assert decision.opening == len(task.prompt) + 1
                 seen.add(decision.name)
                 heard[view.player].append({"role": "assistant", "content": move})
                 session.step(move)
@@ -64,6 +70,7 @@ def test_exact_game_is_none_for_large_games_or_fixed_opponents():
     assert game("tic_tac_toe") is None
     assert game("goofspiel", config={"num_cards": 4}) is None
     assert game("kuhn_poker", opponent="random") is None
+    assert game("kuhn_poker", prompting={"format": "answer_tags"}) is None
 
 
 @pytest.mark.parametrize("broken", [{"0": [0.7, 0.7]}, {"0": [1.0]}, {"0": [1.5, -0.5]}])

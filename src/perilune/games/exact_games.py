@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perilune.environments.core.protocol import Environment, Message
+from perilune.environments.core.wrapping import unwrap
 from perilune.errors import RequestError
 from perilune.games.open_spiel import OpenSpielEnvironment
 from perilune.games.open_spiel_match import is_simultaneous, load_pyspiel
@@ -29,6 +30,7 @@ class Decision:
     Attributes:
         name: OpenSpiel's information state.
         messages: the player's conversation so far, including the prompt.
+        opening: number of messages before the player's first move.
         moves: the legal moves as text.
         actions: the legal moves as OpenSpiel's action numbers.
     """
@@ -36,6 +38,7 @@ class Decision:
     name: str
     player: int
     messages: tuple[Message, ...]
+    opening: int
     moves: tuple[str, ...]
     actions: tuple[int, ...]
 
@@ -53,13 +56,20 @@ class ExactGame:
 
     @classmethod
     def from_environment(cls, environment: Environment) -> ExactGame | None:
-        """Enumerate an environment's game; None if it is no OpenSpiel game in self-play, or too large."""
-        if not isinstance(environment, OpenSpielEnvironment) or environment.spec.opponent != "self":
+        """Enumerate an environment's game.
+
+        None if it is no OpenSpiel game in self-play, or too large, or asks for moves in an answer format:
+        text may come before such a move, so its probability is not that of one text.
+        """
+        played = unwrap(environment)
+        if not isinstance(played, OpenSpielEnvironment) or played.spec.opponent != "self":
             return None
-        game = environment.game
+        if getattr(environment, "form", None) is not None:
+            return None
+        game = played.game
         if is_simultaneous(game) or not game.get_type().provides_information_state_string:
             return None
-        enumeration = _Enumeration(environment)
+        enumeration = _Enumeration(played, next(environment.tasks("train", 0)).prompt)
         return cls(game, list(enumeration.decisions.values())) if enumeration.is_complete else None
 
     def nash_conv(self, policy: Policy) -> float:
@@ -84,10 +94,10 @@ class ExactGame:
 class _Enumeration:
     """Enumerates a game, and gives up if it is too large."""
 
-    def __init__(self, environment: OpenSpielEnvironment) -> None:
+    def __init__(self, environment: OpenSpielEnvironment, prompt: Sequence[Message]) -> None:
         self.decisions: dict[str, Decision] = {}
         self._environment, self._left = environment, MAX_STATES
-        prompt = next(environment.tasks("train", 0)).prompt
+        self._opening = len(prompt) + 1
         start = environment.game.new_initial_state()
         self.is_complete = self._visit(start, [tuple(prompt)] * start.num_players())
 
@@ -103,7 +113,7 @@ class _Enumeration:
         text, moves = self._environment.describe(state, player)
         messages = (*conversations[player], {"role": "user", "content": text})
         name = state.information_state_string(player)
-        decision = Decision(name, player, messages, tuple(moves), tuple(moves.values()))
+        decision = Decision(name, player, messages, self._opening, tuple(moves), tuple(moves.values()))
         if self.decisions.setdefault(name, decision) != decision:  # one information state, two descriptions
             return False
         for move, action in moves.items():

@@ -55,11 +55,9 @@ def move_probabilities(
 
 def tokens_so_far(tokenizer: Tokenizer, decision: Decision) -> list[int]:
     """Return the tokens before a decision, appended turn by turn as in an episode."""
-    messages = decision.messages
-    first = next((n for n, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
-    opening = messages[:first]
+    opening, rest = decision.messages[: decision.opening], decision.messages[decision.opening :]
     tokens = tokenizer.encode_prompt(opening)
-    for answer, observation in zip(messages[first::2], messages[first + 1 :: 2], strict=True):
+    for answer, observation in zip(rest[::2], rest[1::2], strict=True):
         tokens += tokenizer.encode_completion(answer["content"])
         tokens += encode_continuation(tokenizer, opening, [observation], tokens[-1])
     return tokens
