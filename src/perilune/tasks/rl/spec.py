@@ -135,11 +135,11 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
 
         A validator that runs before the fields would turn off the rules of JSON: a list could not be a tuple.
         """
-        if self.asynchronous is None or self.off_policy is not None:
-            return self
-        updates = self.updates_per_batch * self.epochs_per_batch
-        corrections = default_corrections(self.asynchronous, updates)
-        return self.model_copy(update={"off_policy": corrections})
+        if self.asynchronous is not None and self.off_policy is None:
+            updates = self.updates_per_batch * self.epochs_per_batch
+            corrections = default_corrections(self.asynchronous, updates)
+            object.__setattr__(self, "off_policy", corrections)  # the model is frozen
+        return self
 
     @model_validator(mode="after")
     def _check_fields(self) -> RLSpec:
