@@ -141,13 +141,12 @@ class EvaluatedSpec(TrainingSpec):
             measured += [f"{DATA_SET}/{data_figure}" for data_figure in self.data_figures]
         if figure not in measured:
             known = ", ".join(measured)
+            needed = "eval.tasks, or validation for held-out data" if self.data_figures else "eval.tasks"
             raise RequestError(
                 f"the best checkpoint is chosen by {figure}, and "
                 + (f"the evaluations measure {known}" if known else "nothing is held out"),
                 where=f"stages.{job.stage}.eval",
-                remedy="set eval.best to one of these"
-                if known
-                else "set eval.tasks, or validation for held-out data",
+                remedy="set eval.best to one of these" if known else f"set {needed}",
             )
 
     def describe_evaluation(self, job: Job) -> dict[str, str]:
