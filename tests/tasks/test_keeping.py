@@ -173,6 +173,13 @@ def test_unknown_best_metric_is_reported_at_the_end(
     assert "no step has a metric 'rewrad'" in capsys.readouterr().out
 
 
+def test_unknown_best_metric_stops_the_run_at_its_first_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="no step so far has a metric 'rewrad'") as caught:
+        run_task(tmp_path / "bundle", "rl", keep={"best": "rewrad"}, steps=6, save_every=2)
+    assert caught.value.remedy == "did you mean 'reward'?"
+    assert len(metrics(tmp_path / "bundle")) == 2
+
+
 @pytest.mark.parametrize("option", ["best: pass@1", "optimizer: true"])
 @pytest.mark.parametrize(
     "stage",

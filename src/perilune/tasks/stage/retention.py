@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from perilune.bundle.workspace import Workspace
+from perilune.environments.core.registry import did_you_mean
 from perilune.errors import RequestError
 from perilune.frozen import Frozen
 from perilune.metrics.bootstrap import Interval, bootstrap_problems
@@ -125,6 +126,19 @@ def best_step(workspace: Workspace, spec: TrainingSpec, steps: Sequence[int]) ->
     sign = 1 if figure.endswith(LOWER_IS_BETTER) else -1
     means = [(sign * mean.mean, step) for step in steps if (mean := metric_at(workspace, spec, step))]
     return min(means)[1] if means else None
+
+
+def check_best_metric(workspace: Workspace, name: str) -> None:
+    """Check that a step of the stage has the metric `keep.best`.
+
+    Raises:
+        RequestError: without one.
+    """
+    names = {key for line in workspace.metrics() for key in line} - {"step"}
+    if name not in names:
+        raise RequestError(
+            f"no step so far has a metric {name!r}", where="keep.best", remedy=did_you_mean(name, names)
+        )
 
 
 def best_summary(workspace: Workspace, spec: TrainingSpec, steps: int) -> dict[str, Any]:

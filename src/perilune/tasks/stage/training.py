@@ -31,6 +31,7 @@ from perilune.tasks.stage.retention import (
     TrainingSpec,
     best_step,
     best_summary,
+    check_best_metric,
     checkpoint_bytes,
     missing_optimizer_error,
     outputs_best,
@@ -181,6 +182,7 @@ class TrainingLoop:
         workspace.event("checkpoint", step=step, disk_bytes=disk_bytes)
         workspace.log(f"checkpoint of step {step}; all checkpoints take {disk_bytes / 1e6:,.1f} MB")
         if spec.keep.best and best_step(workspace, spec, [step]) is None:
+            check_best_metric(workspace, spec.keep.best)
             workspace.log(f"keep.best: the last {spec.save_every} steps have no metric {spec.keep.best!r}")
 
     def finish(
