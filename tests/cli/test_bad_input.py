@@ -188,11 +188,29 @@ def test_usage_errors_state_the_wrong_value(here, arguments: tuple[str, ...], sa
         "data generate calculator --out",
         "artifacts pull rl --out",
         "lab --keep",
+        "export rl --out",
+        "bundle freeze small.yaml --stage rl --out",
     ],
 )
 def test_command_refuses_unwritable_output_before_its_work(here, tmp_path: Path, command: str) -> None:
     option = command.rsplit(maxsplit=1)[-1]
     assert_refused(here(*command.split(), "/proc/x/y"), f"error: {option}: cannot write /proc/x/y", "try: ")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is a folder that takes no files")
+@pytest.mark.parametrize(
+    ("command", "name", "metavar"),
+    [
+        ("backup", "/proc/x/y", "FOLDER"),
+        ("model export rl", "/proc/x/y", "OUT"),
+        ("model export rl", "/proc/x/y.gguf", "OUT"),
+    ],
+)
+def test_command_refuses_unwritable_argument_before_its_work(
+    here, tmp_path: Path, command: str, name: str, metavar: str
+) -> None:
+    assert_refused(here(*command.split(), name), f"error: {metavar}: cannot write {name}", "try: ")
     assert not list(tmp_path.iterdir())
 
 

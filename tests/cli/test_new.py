@@ -93,7 +93,8 @@ def test_new_derives_the_task_from_own_data(here, tmp_path: Path, row: str, writ
         (("new", "mine", *FLAGS[:4], "--task", "dance"), "dance"),
         (("new", "mine", "--model", "no/such", *FLAGS[2:]), "no model no/such"),
         (("new", "mine", *FLAGS, "--set", "speed=2"), "speed"),
-        (("new", "1 mine", *FLAGS), "name"),
+        (("new", "1 mine", *FLAGS), "error: NAME: '1 mine' must begin with a letter"),
+        (("new", "/proc/x", *FLAGS), "error: NAME: '/proc/x' must begin with a letter"),
     ],
 )
 def test_new_refuses_invalid_arguments_and_writes_nothing(

@@ -117,21 +117,31 @@ EvaluationSeed = Annotated[int, typer.Option(min=0, help="Selects the tasks and 
 def check_output_folder(param: typer.CallbackParam, path: Path | None) -> Path | None:
     """Refuse a folder that cannot be written, before the work of the command starts. Creates nothing."""
     if path is not None:
-        _require_writable(param, path, path)
+        require_writable(_name_parameter(param), path, path)
     return path
 
 
 def check_output_file(param: typer.CallbackParam, path: Path | None) -> Path | None:
     """Refuse a file that cannot be written, before the work of the command starts. Creates nothing."""
     if path is not None:
-        _require_writable(param, path, path.parent)
+        where = _name_parameter(param)
+        require_writable(where, path, path.parent)
         if path.exists() and not path.is_file():
-            raise RequestError(f"{path} is no regular file", where=param.opts[0], remedy="name another file")
+            raise RequestError(f"{path} is no regular file", where=where, remedy="name another file")
     return path
 
 
-def _require_writable(param: typer.CallbackParam, path: Path, folder: Path) -> None:
-    """Make a nameless file in `folder`, or in the nearest parent that exists."""
+def _name_parameter(param: typer.CallbackParam) -> str:
+    """Return the name of an option or of an argument as the help shows it."""
+    return param.opts[0] if param.param_type_name == "option" else str(param.metavar)
+
+
+def require_writable(where: str, path: Path, folder: Path) -> None:
+    """Make a nameless file in `folder`, or in the nearest parent that exists.
+
+    Raises:
+        RequestError: when that fails. Its message names the option or argument `where`, and `path`.
+    """
     try:
         nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
         with TemporaryFile(dir=nearest):
@@ -139,7 +149,7 @@ def _require_writable(param: typer.CallbackParam, path: Path, folder: Path) -> N
     except OSError as error:
         raise RequestError(
             f"cannot write {path}: {error.strerror}",
-            where=param.opts[0],
+            where=where,
             remedy="name a path below a folder in which you may create files",
         ) from None
 

@@ -7,7 +7,14 @@ from typing import Annotated
 
 import typer
 
-from perilune.cli.arguments import Json, SetOption, complete_run_names, find_bundle, make_command_group
+from perilune.cli.arguments import (
+    Json,
+    SetOption,
+    check_output_folder,
+    complete_run_names,
+    find_bundle,
+    make_command_group,
+)
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError
 from perilune.plural import plural
@@ -85,7 +92,7 @@ def freeze(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file.")],
     *,
     stage: Annotated[str, typer.Option(help="Name of the stage to freeze.")],
-    out: Annotated[Path, typer.Option(help="New folder.")],
+    out: Annotated[Path, typer.Option(callback=check_output_folder, help="New folder.")],
     given: Annotated[
         list[str] | None,
         typer.Option(

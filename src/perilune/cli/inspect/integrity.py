@@ -6,7 +6,14 @@ from typing import Annotated
 
 import typer
 
-from perilune.cli.arguments import Json, RunArgument, open_control, open_run, refresh_state
+from perilune.cli.arguments import (
+    Json,
+    RunArgument,
+    check_output_folder,
+    open_control,
+    open_run,
+    refresh_state,
+)
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError
 from perilune.plural import plural
@@ -82,7 +89,7 @@ def _verify_home(reference: str | None) -> dict[str, list[str]]:
 
 def export(
     run: RunArgument,
-    out: Annotated[Path, typer.Option("--out", "-o", help="New folder.")],
+    out: Annotated[Path, typer.Option("--out", "-o", callback=check_output_folder, help="New folder.")],
     ro_crate: Annotated[
         bool, typer.Option("--ro-crate", help="Also write Process Run Crate metadata (RO-Crate 1.1).")
     ] = False,

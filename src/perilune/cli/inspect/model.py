@@ -7,7 +7,14 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from perilune.cli.arguments import CheckpointArgument, Json, find_checkpoint, make_command_group
+from perilune.cli.arguments import (
+    CheckpointArgument,
+    Json,
+    check_output_file,
+    check_output_folder,
+    find_checkpoint,
+    make_command_group,
+)
 from perilune.cli.inspect.gallery import gallery
 from perilune.cli.inspect.model_card import card
 from perilune.cli.output import as_markup, echo, make_console, print_json
@@ -93,10 +100,19 @@ def rm(
     echo(f"removed {remove_model(name).name}")
 
 
+def _check_exported(param: typer.CallbackParam, path: Path) -> Path | None:
+    """Refuse a file or folder that exists or cannot be written."""
+    if path.exists():
+        raise RequestError("exists already", where=str(path), remedy="give another name, or delete it")
+    return (check_output_file if path.suffix == ".gguf" else check_output_folder)(param, path)
+
+
 @app.command()
 def export(
     model: CheckpointArgument,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A .gguf file, or a new folder.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", callback=_check_exported, help="A .gguf file, or a new folder.")
+    ],
     *,
     dtype: Annotated[
         Literal["f32", "f16", "q8_0"],
@@ -110,16 +126,15 @@ def export(
     perilune model export smollm2-135m ./smollm2
     """
     from perilune.bundle.digest import source_files
-    from perilune.bundle.storage import build_directory
+    from perilune.bundle.storage import new_folder, storage_errors
 
-    if out.exists():
-        raise RequestError("exists already", where=str(out), remedy="give another name, or delete it")
     folder = find_checkpoint(model)
     if out.suffix == ".gguf":
         from perilune.models.gguf.export import export_gguf
 
-        out.parent.mkdir(parents=True, exist_ok=True)
-        export_gguf(folder, out, dtype)
+        with storage_errors("export the model", out):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            export_gguf(folder, out, dtype)
     else:
         if not (folder / "config.json").is_file():
             raise RequestError(
@@ -127,11 +142,10 @@ def export(
                 where=str(folder),
                 remedy="for a LoRA adapter, export the model that its stage made, which contains it",
             )
-        with build_directory(out) as building:
+        with new_folder("export the model", out) as building:
             for name, file in source_files(folder):
                 (building / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, building / name)
-            building.rename(out)
     echo(f"wrote {out}")
 
 

@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from perilune.cli.arguments import Json, open_control
+from perilune.cli.arguments import Json, check_output_folder, open_control
 from perilune.cli.output import echo, print_json
 from perilune.control.record.home import Home
 from perilune.plural import plural
 
 
 def backup(
-    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder.")],
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", callback=check_output_folder, help="New folder.")],
     evidence: Annotated[
         bool, typer.Option("--evidence", help="Also copy all bundles and attempts, which may be large.")
     ] = False,

@@ -1,6 +1,7 @@
 """`perilune new`: write a commented recipe to start from."""
 
 import json
+import re
 import sys
 from itertools import islice
 from math import ceil
@@ -10,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 import typer
 
 from perilune.bundle.job import Preset
-from perilune.cli.arguments import EnvironmentFields
+from perilune.cli.arguments import EnvironmentFields, require_writable
 from perilune.cli.data.environments import environment_section
 from perilune.cli.output import echo
 from perilune.cli.train.plan import derive_plans
@@ -19,6 +20,7 @@ from perilune.environments.core.protocol import Split
 from perilune.environments.core.registry import make_environment
 from perilune.errors import RequestError
 from perilune.recipe.resolve import resolve
+from perilune.recipe.schema import NAME_PATTERN
 from perilune.recipe.source import parse_yaml
 
 Task = Literal["sft", "rl", "preference"]
@@ -146,7 +148,11 @@ def new(
     perilune new chats --model Qwen/Qwen3-0.6B --from chats.jsonl
     """
     name = _ask_missing(name, "NAME", "name of the experiment", "mine").removesuffix(".yaml")
+    if not re.fullmatch(NAME_PATTERN, name):
+        what = f"'{name}' must begin with a letter and have at most 64 letters, digits, _ and -"
+        raise RequestError(what, where="NAME", remedy="the file is written to the current folder")
     path = Path(f"{name}.yaml")
+    require_writable("NAME", path, path.parent)
     if path.exists():
         raise RequestError("the file exists", where=str(path), remedy="another NAME, or remove the file")
     model = _ask_missing(
