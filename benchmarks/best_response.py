@@ -85,7 +85,7 @@ def best_response(
 def _make_decision(environment: OpenSpielEnvironment, seat: int, node: _Node) -> Decision:
     text, moves = environment.describe(node.state, seat)
     messages = (*node.messages, {"role": "user", "content": text})
-    return Decision(str(node.state), seat, messages, tuple(moves), tuple(moves.values()))
+    return Decision(str(node.state), seat, messages, len(messages), tuple(moves), tuple(moves.values()))
 
 
 def _expand(environment: OpenSpielEnvironment, node: _Node, decision: Decision) -> None:
