@@ -428,9 +428,11 @@ def test_wait_ends_at_its_timeout_during_an_upload(
     box.host = host = Stalled()
     plan = drill_plan()
     next(advance(control, begin(control, [plan]), [plan], template=box.template))
-    code, out, _ = perilune("wait", "drill", "--timeout", "0.5")
-    assert code == 124 and out == "drill: active, not ended after 0.5 s\n"
-    assert host.stalls.is_set()  # it was uploading
+    deadline = time.monotonic() + PATIENCE
+    while not host.stalls.is_set():  # a slow machine may begin the upload only in a later call
+        assert time.monotonic() < deadline
+        code, out, _ = perilune("wait", "drill", "--timeout", "0.5")
+        assert code == 124 and out == "drill: active, not ended after 0.5 s\n"
     host.let_go.set()
     assert cancel_run(control, only_run(control).id).state == "cancelled"
 

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from perilune.data.chat_format import from_openai, from_sharegpt, to_openai, to_sharegpt
-from perilune.data.lines import check_file, read_lines
+from perilune.data.lines import check_file, excerpt, read_lines
 from perilune.data.records import TraceRecord, parse_provenance, parse_record, records_file, to_row
 from perilune.errors import RequestError
 from perilune.files import canonical_json, finite_number, fsync_directory, parse_strict_json, sha256_bytes
 
 Format = Literal["records", "openai", "sharegpt"]
 
-MAX_ROW_CHARACTERS = 2000  # characters of a rejected row in the file of rejected rows
 MAX_REASONS = 100  # reasons that the report counts separately; the rest are "others"
 
 
@@ -68,8 +67,7 @@ def convert_files(
                     continue
                 counts[reason if reason in counts or len(counts) < MAX_REASONS else "others"] += 1
                 row = {"file": str(path), "line": number, "reason": reason}
-                excerpt = raw[:MAX_ROW_CHARACTERS].decode(errors="replace")
-                rejected.write(canonical_json({**row, "row": excerpt}) + b"\n")
+                rejected.write(canonical_json({**row, "row": excerpt(raw)}) + b"\n")
         for output in (kept, rejected):
             output.flush()
             os.fsync(output.fileno())

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from pydantic import Field
 
-from perilune.data.lines import check_file
+from perilune.data.lines import check_file, excerpt
 from perilune.data.record_index import RecordIndex
 from perilune.data.records import TraceRecord, is_validation, records_file
 from perilune.data.similarity import Contamination, detect_language, minhash_signature
@@ -24,7 +24,6 @@ from perilune.errors import RequestError
 from perilune.files import canonical_json, fsync_directory, sha256_file, write_json
 from perilune.frozen import Frozen
 
-MAX_ROW_CHARACTERS = 2000  # characters of a rejected line in rejected.jsonl
 REPORT_INTERVAL_LINES = 500  # lines
 
 Progress = Callable[[int, int, Mapping[str, float]], None]
@@ -235,9 +234,8 @@ def _write_best(
 
 
 def _rejected_row(file: Path, number: int, reason: tuple[str, str], raw: bytes) -> bytes:
-    excerpt = raw[:MAX_ROW_CHARACTERS].decode(errors="replace")
     kind, detail = reason
-    row = {"file": str(file), "line": number, "reason": kind, "detail": detail, "row": excerpt}
+    row = {"file": str(file), "line": number, "reason": kind, "detail": detail, "row": excerpt(raw)}
     return canonical_json(row) + b"\n"
 
 

@@ -11,6 +11,7 @@ MAX_LINE_BYTES = 16 << 20
 """Bytes. A longer line counts as broken, so that one line cannot fill the memory."""
 
 HEAD_BYTES = 4096  # bytes that tell the format of a file
+MAX_EXCERPT_BYTES = 2000  # bytes of a rejected line in the file of rejected lines
 
 
 class RawLine(NamedTuple):
@@ -52,6 +53,11 @@ def read_lines(file: Path) -> Iterator[RawLine]:
                     yield RawLine(number, begin, raw.removeprefix(BOM).rstrip(b"\r\n"), "")
     except OSError as error:
         raise RequestError(f"cannot be read: {error.strerror}", where=str(file)) from None
+
+
+def excerpt(raw: bytes) -> str:
+    """Return the beginning of a line as text, for the file of rejected lines."""
+    return raw[:MAX_EXCERPT_BYTES].decode(errors="replace")
 
 
 def check_file(file: Path) -> None:

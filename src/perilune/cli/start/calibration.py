@@ -214,7 +214,7 @@ def _bfloat16_times(
 
 
 def _model_configs() -> list[DecoderConfig]:
-    """Return the models of 0.3, 8 and 30 million parameters."""
+    """Return the models of 0.3, 9 and 31 million parameters."""
     from perilune.models.config.decoder_config import PRESETS
 
     small = PRESETS["small"].replace(num_kv_heads=2)

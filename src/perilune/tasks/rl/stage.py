@@ -68,7 +68,7 @@ class ReinforcementStage(Stage[Spec]):
             "episodes": f"{tasks} x {spec.samples} = {episodes:,}{refills}",
             "tokens at most": f"{episodes * (1 + max_refills) * longest:,}",
             "algorithm": f"{_describe_algorithm(spec.algorithm)}; updates per step:"
-            f" {spec.updates_per_batch * spec.epochs_per_batch}; kl {spec.kl:g}",
+            f" {spec.updates_per_batch * spec.epochs_per_batch}; {_describe_kl(spec)}",
             **({"curriculum": spec.curriculum.describe()} if spec.curriculum else {}),
             **({"engine": f"OpenVINO on {spec.openvino.device}"} if spec.openvino else {}),
             **({"engine": f"{spec.server.url}, which gets the weights of each step"} if spec.server else {}),
@@ -121,6 +121,13 @@ def _check_one_process(job: Job, key: str, reason: str) -> None:
             where=f"stages.{job.stage}.{key}",
             remedy="set resources.processes and resources.nodes to 1",
         )
+
+
+def _describe_kl(spec: RLSpec) -> str:
+    if spec.kl:
+        return f"kl {spec.kl:g} ({spec.kl_estimator})"
+    ignored = spec.kl_estimator != RLSpec.model_fields["kl_estimator"].default
+    return f"kl 0, so kl_estimator {spec.kl_estimator} has no effect" if ignored else "kl 0"
 
 
 def _describe_algorithm(algorithm: Algorithm) -> str:
