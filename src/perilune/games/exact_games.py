@@ -58,8 +58,9 @@ class ExactGame:
     def from_environment(cls, environment: Environment) -> ExactGame | None:
         """Enumerate an environment's game.
 
-        None if it is no OpenSpiel game in self-play, or too large, or asks for moves in an answer format:
-        text may come before such a move, so its probability is not that of one text.
+        Returns None if the environment is no OpenSpiel game in self-play, if the game is too large, or if the
+        environment has an answer format. With a format, many texts can state the same move, so the
+        probability of one text is not the probability of the move.
         """
         played = unwrap(environment)
         if not isinstance(played, OpenSpielEnvironment) or played.spec.opponent != "self":
