@@ -42,6 +42,22 @@ def test_restore_recreates_home_from_backup(
     new.store.close()
 
 
+def test_home_restored_without_evidence_reports_the_missing_files_of_every_run(
+    perilune: Command, control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *_, event = carry_out(control, drill_plan("one", steps=1), drill_plan("two", steps=1))
+    assert perilune("backup", str(tmp_path / "small"))[0] == 0
+    monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "new"))
+    assert perilune("restore", str(tmp_path / "small"))[0] == 0
+    code, out, _ = perilune("verify")
+    assert code == 1 and out.count(": the files of the run are missing\n") == 2
+    for command in (("bundle", "verify"), ("reproduce",)):
+        code, _, err = perilune(*command, event.run_id)
+        assert code == 2 and "the files of the run are missing" in err and "backup --evidence" in err
+    code, out, _ = perilune("explain", event.run_id)
+    assert f"perilune verify {event.run_id}" in out and "reproduce" not in out
+
+
 def test_backup_leaves_out_what_a_live_run_removes_meanwhile(
     perilune: Command, control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -238,7 +238,7 @@ def find_bundle(target: str) -> Path:
     from perilune.control.runs.experiments import Control
 
     control = Control()
-    return control.directory(find_run(control, target))
+    return control.existing_directory(find_run(control, target))
 
 
 def add_options(settings: type[DataclassInstance]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -81,6 +81,9 @@ def find_run_problems(control: Control, run: Run) -> Iterator[str]:
     For a run that has not succeeded, only the bundle is checked.
     """
     frozen = control.home.bundle(run.id)
+    if not frozen.is_dir():
+        yield "the files of the run are missing"
+        return
     yield from (f"bundle: {difference}" for difference in verify(frozen, run.bundle_digest))
     if run.state == RunState.SUCCEEDED:
         yield from _find_result_problems(control, run)
@@ -91,6 +94,9 @@ def _find_result_problems(control: Control, run: Run) -> Iterator[str]:
     evidence = evidence_paths(control.home, run.id, run.current_epoch)
     if not evidence.submitted.exists() and not evidence.result.exists():
         yield "the run was made before runs were signed, or its statements are missing"
+        return
+    if not evidence.bundle.is_dir():
+        yield "the files of the attempt are missing"
         return
     yield from attestation_problems(evidence)
     if recorded_digest(evidence.bundle) != run.bundle_digest:

@@ -121,12 +121,11 @@ def _explain_own_run(control: Control, run: Run) -> Explanation:
         case RunState.ACTIVE:
             return _explain_active(control, run, attempts[-1], history)
         case RunState.SUCCEEDED:
-            evidence, ahead = "its artifacts are damaged or missing", "a recipe runs the stage again"
-            if control.is_intact(run):
-                evidence = "its artifacts are complete and intact"
-                ahead = "nothing; a recipe with the same stage reuses it"
-            commands = (f"perilune show {run_id}", f"perilune reproduce {run_id}")
-            return Explanation(run.state, (*history, evidence), ahead, commands)
+            intact = control.is_intact(run)
+            evidence = f"its artifacts are {'complete and intact' if intact else 'damaged or missing'}"
+            ahead = "a recipe with the same stage " + ("reuses it" if intact else "runs it again")
+            command = f"perilune {'reproduce' if intact else 'verify'} {run_id}"
+            return Explanation(run.state, (*history, evidence), ahead, (f"perilune show {run_id}", command))
         case RunState.FAILED:
             kind = retry_class(run.cause).value
             used = sum(retry_class(attempt.cause).value == kind for attempt in attempts)

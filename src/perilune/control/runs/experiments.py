@@ -87,6 +87,17 @@ class Control:
             return self.home.bundle(run.id)
         return self.home.attempt(run.id, run.current_epoch)
 
+    def existing_directory(self, run: Run) -> Path:
+        """Return `directory`. Raises RequestError if it is missing."""
+        folder = self.directory(run)
+        if not folder.is_dir():
+            raise RequestError(
+                f"the files of the run are missing: {folder}",
+                where=f"run {run.id}",
+                remedy="run its recipe again; only `perilune backup --evidence` copies the files of runs",
+            )
+        return folder
+
     def summary(self, run: Run) -> Mapping[str, Any]:
         """Return the summary that the run's task wrote; empty before."""
         path = self.directory(run) / "artifacts" / "summary.json"

@@ -51,7 +51,7 @@ def reproduce_run(control: Control, run_id: str) -> Iterator[StageEvent]:
         raise RequestError(
             f"the run is {run.state}; only succeeded runs can be reproduced", where=f"run {run_id}"
         )
-    first = control.directory(run)
+    first = control.existing_directory(run)
     require_verified(first, run.bundle_digest, removed_artifacts(control.home, run_id, run.current_epoch))
     kept = control.home.run(run_id) / "reproductions" / new_ulid()
     with control.home.scratch() as scratch:
