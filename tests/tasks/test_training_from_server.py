@@ -21,9 +21,11 @@ from perilune.files import read_json_lines
 from perilune.models.checkpoints.loading import new_model, save_checkpoint
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.text.tokenizer import Tokenizer
+from perilune.tasks.evaluate.stage import EvaluateSpec
 from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.rl.update import PolicyUpdater
 from perilune.tasks.selfplay.spec import SelfPlaySpec
+from perilune.tasks.stage.sampling import RecordingSpec
 
 pytestmark = pytest.mark.slow
 
@@ -109,11 +111,12 @@ def test_server_without_the_weights_stops_the_run(
         (RLSpec, {"asynchronous": {}}, "does not work with asynchronous"),
         (RLSpec, {"train_sub_agents": True}, "does not work with sub-agents"),
         (RLSpec, {"temperature": 2.5}, "temperature is 2.5, and servers accept at most 2"),
+        (EvaluateSpec, {"temperature": 2.5}, "temperature is 2.5, and servers accept at most 2"),
         (SelfPlaySpec, {}, "samples several policies"),
     ],
 )
 def test_unsupported_combinations_are_refused(
-    spec: type[RLSpec], options: dict[str, Any], problem: str
+    spec: type[RecordingSpec], options: dict[str, Any], problem: str
 ) -> None:
     section = {"checkpoint": "model", "engine": {"url": "http://localhost:8000"}}
     with pytest.raises(ValidationError, match=problem):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import Consumes
@@ -15,7 +15,13 @@ from perilune.plural import plural
 from perilune.tasks.stage.bounds import MAX_SAMPLES, MAX_TASKS
 from perilune.tasks.stage.custom_metrics import CustomMetrics, CustomMetricsField
 from perilune.tasks.stage.memory_plan import model_config, plan_sampling_memory, planned_episode_tokens
-from perilune.tasks.stage.sampling import EngineField, RecordingSpec, ServerSpec, check_server
+from perilune.tasks.stage.sampling import (
+    EngineField,
+    RecordingSpec,
+    ServerSpec,
+    check_server,
+    check_server_temperature,
+)
 from perilune.tasks.stage.stage import Stage
 
 if TYPE_CHECKING:
@@ -58,6 +64,11 @@ class EvaluateSpec(RecordingSpec):
         description="sampling engine: openvino, or a server with the weights, for which the checkpoint gives"
         " only the tokenizer; null: Perilune's own engine",
     )
+
+    @model_validator(mode="after")
+    def _check_temperature(self) -> EvaluateSpec:
+        check_server_temperature(self.engine, self.temperature)
+        return self
 
     def params(self, stop_token_ids: tuple[int, ...], *, greedy: bool = False) -> SamplingParams:
         return replace(super().params(stop_token_ids, greedy=greedy), **self.sampling.model_dump())

@@ -13,7 +13,6 @@ from perilune.learn.process_rewards import ProcessRewardField
 from perilune.learn.training_settings import AlgorithmSettings, LearnerSettings
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.memory import base_bytes
-from perilune.servers import MAX_SERVER_TEMPERATURE
 from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings, default_corrections
 from perilune.tasks.rl.auxiliary_rewards import AuxiliaryRewards
 from perilune.tasks.rl.curriculum_settings import CurriculumSettings
@@ -28,7 +27,13 @@ from perilune.tasks.stage.memory_plan import (
     StageMemory,
     plan_stage_memory,
 )
-from perilune.tasks.stage.sampling import OpenVinoSpec, RecordingSpec, TrainedServerSpec, TrainingEngineField
+from perilune.tasks.stage.sampling import (
+    OpenVinoSpec,
+    RecordingSpec,
+    TrainedServerSpec,
+    TrainingEngineField,
+    check_server_temperature,
+)
 
 
 class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, ForgettingSpec):
@@ -145,6 +150,7 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
     def _check_fields(self) -> RLSpec:
         for conflict in self._conflicts():
             raise ValueError(conflict)
+        check_server_temperature(self.engine, self.temperature)
         return self
 
     def _conflicts(self) -> Iterator[str]:
@@ -183,11 +189,6 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
         }
         if self.server and (found := [name for name, is_set in others.items() if is_set]):
             yield f"engine is a server, which does not work with {found[0]} yet. Remove one of them"
-        if self.server and self.temperature > MAX_SERVER_TEMPERATURE:
-            yield (
-                f"temperature is {self.temperature:g}, and servers accept at most"
-                f" {MAX_SERVER_TEMPERATURE:g}. Lower it, or remove engine"
-            )
 
     def _sub_agent_conflicts(self) -> Iterator[str]:
         others = {

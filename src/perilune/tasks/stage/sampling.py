@@ -12,7 +12,7 @@ from perilune.errors import RequestError
 from perilune.frozen import Frozen
 from perilune.learn.name_or_section import NameOrSection
 from perilune.rollout.sub_agents import SubAgents
-from perilune.servers import ServerToken, parse_server_url, require_httpx
+from perilune.servers import MAX_SERVER_TEMPERATURE, ServerToken, parse_server_url, require_httpx
 from perilune.tasks.stage.defaults import ModelDefaults
 
 if TYPE_CHECKING:
@@ -139,6 +139,15 @@ class Sampler:
     tokenizer: Tokenizer
     stop_token_ids: tuple[int, ...]
     sub_agents: SubAgents = field(default_factory=SubAgents)
+
+
+def check_server_temperature(engine: ServerSpec | OpenVinoSpec | None, temperature: float) -> None:
+    """Raise ValueError, which pydantic reports, for a temperature that servers refuse in each request."""
+    if isinstance(engine, ServerSpec) and temperature > MAX_SERVER_TEMPERATURE:
+        raise ValueError(
+            f"temperature is {temperature:g}, and servers accept at most {MAX_SERVER_TEMPERATURE:g}."
+            " Lower it, or remove engine"
+        )
 
 
 def check_server(spec: ServerSpec, job: Job) -> None:
