@@ -78,7 +78,8 @@ def test_unknown_name_gets_the_closest_name_as_remedy(perilune: Command, control
     carry_out(control, drill_plan("zeta", steps=1))
     for command, close in (
         ("show zetta", "zeta"),
-        ("logs drils/zeta", "drills"),
+        ("logs drils/zeta", "drills/zeta"),
+        ("wait drils/zeta", "drills/zeta"),
         ("show drills/zeto", "drills/zeta"),
         ("runs dirlls", "drills"),
         ("wait drillls", "drills"),

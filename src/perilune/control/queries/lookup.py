@@ -135,10 +135,10 @@ def find_run_or_experiment(control: Control, reference: str) -> Run | Experiment
         try:
             return find_experiment(control, reference)
         except RequestError:
-            what, remedy = no_run.what.replace("no run is", "no run or experiment is", 1), no_run.remedy
             if isinstance(no_run, UnknownNameError):
-                remedy = _suggest_name(control, reference, "run or experiment")
-            raise RequestError(what, where=no_run.where, remedy=remedy) from None
+                raise _unknown_name(control, reference, "run or experiment") from None
+            what = no_run.what.replace("no run is", "no run or experiment is", 1)
+            raise RequestError(what, where=no_run.where, remedy=no_run.remedy) from None
 
 
 def find_current_stage_run(session: Session, experiment_id: str) -> Run | None:
@@ -162,7 +162,10 @@ def find_run(control: Control, reference: str) -> Run:
         prefixed = [] if slash else list(fitting)
         stages = []
         if slash or session.scalars(select(Experiment.id).limit(1)).first():
-            experiment = find_experiment(control, experiment_name if slash else None)
+            try:
+                experiment = find_experiment(control, experiment_name if slash else None)
+            except UnknownNameError:
+                raise _unknown_name(control, reference, "run") from None
             query = select(Stage).where(Stage.experiment_id == experiment.id, Stage.name == stage_name)
             stages = list(session.scalars(query))
         if stages and stages[0].run_id is None:
@@ -399,8 +402,7 @@ def _columns(row: Run | Attempt) -> dict[str, Any]:
 
 def _require_single(control: Control, fitting: list[NamedRow], reference: str, kind: str) -> NamedRow:
     if not fitting or not reference:  # every id begins with an empty prefix
-        remedy = _suggest_name(control, reference, kind)
-        raise UnknownNameError(f"no {kind} is called '{reference}'", remedy=remedy)
+        raise _unknown_name(control, reference, kind)
     if len(fitting) > 1:
         raise RequestError(
             f"'{reference}' matches {len(fitting)} {kind}s", remedy=", ".join(row.id for row in fitting[:4])
@@ -408,8 +410,8 @@ def _require_single(control: Control, fitting: list[NamedRow], reference: str, k
     return fitting[0]
 
 
-def _suggest_name(control: Control, reference: str, kind: str) -> str:
-    """Return the remedy for an unknown name: the closest one of that kind, and the command that lists all."""
+def _unknown_name(control: Control, reference: str, kind: str) -> UnknownNameError:
+    """Return the error for an unknown name, with the closest one of that kind as the remedy."""
     query = select(Experiment.id, Experiment.name, Stage.name).join(Stage).where(Stage.run_id.is_not(None))
     with control.store.snapshot() as session:
         rows = session.execute(query.order_by(Experiment.used.desc()).limit(MAX_COMPARED_NAMES)).all()
@@ -418,4 +420,5 @@ def _suggest_name(control: Control, reference: str, kind: str) -> str:
         names += [stage for identity, _, stage in rows if identity == rows[0][0]]
         names += [f"{experiment}/{stage}" for _, experiment, stage in rows]
     close = difflib.get_close_matches(reference, names, n=1)
-    return f"'{close[0]}'; perilune runs lists all" if close else "perilune runs"
+    remedy = f"'{close[0]}'; perilune runs lists all" if close else "perilune runs"
+    return UnknownNameError(f"no {kind} is called '{reference}'", remedy=remedy)
