@@ -95,6 +95,12 @@ def test_successful_run_leaves_verified_artifacts(ended: dict[str, Path]) -> Non
     assert not (bundle / "runtime" / ".reserve").exists()
 
 
+def test_precheck_of_a_failed_run_lists_what_was_loaded_last(ended: dict[str, Path]) -> None:
+    for how, is_loaded in (("work", True), ("raise", False)):
+        packages = read_json(ended[how] / "artifacts" / "precheck.json")["packages"]
+        assert ("yaml" in packages) == is_loaded
+
+
 def test_failed_runs_have_verified_artifacts_and_manifest_digest(ended: dict[str, Path]) -> None:
     for how in ("raise", "kill", "segv"):
         assert verify(ended[how]) == []

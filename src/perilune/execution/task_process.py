@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -51,7 +52,12 @@ def run_task(bundle: Path) -> None:
     plugin = load_plugin(workspace.job.task)
     record_precheck(workspace)  # now, because the task may be killed
     if not was_finished(workspace, plugin):
-        summary = plugin.run(workspace)
+        try:
+            summary = plugin.run(workspace)
+        except Exception:
+            with suppress(OSError, MemoryError):  # the disk or the memory may be full
+                record_precheck(workspace)
+            raise
         record_precheck(workspace)  # and again, once all its modules are loaded
         workspace.finish(summary)
     if not (bundle / plugin.output).exists():  # which may be the summary itself

@@ -112,6 +112,8 @@ class Drill:
             case "request":
                 raise RequestError("the dataset is not one", where="data.jsonl:3", remedy="write another")
             case "work":
+                import yaml  # noqa: F401  # loaded late, as tasks load torch
+
                 raise WorkFailedError("nothing was learnt")
             case "leak":  # through every channel that a task has
                 value = workspace.secret(workspace.job.spec["tell"])
