@@ -80,12 +80,25 @@ def test_unknown_name_gets_the_closest_name_as_remedy(perilune: Command, control
         ("show zetta", "zeta"),
         ("logs drils/zeta", "drills/zeta"),
         ("wait drils/zeta", "drills/zeta"),
+        ("report drils/zeta", "drills/zeta"),
         ("show drills/zeto", "drills/zeta"),
         ("runs dirlls", "drills"),
         ("wait drillls", "drills"),
     ):
         code, _, err = perilune(*command.split())
         assert code == 2 and f"try: '{close}'; perilune runs lists all\n" in err
+
+
+def test_prefix_of_several_experiments_is_ambiguous(perilune: Command, control: Control) -> None:
+    first, _ = (begin(control, [drill_plan(name)]) for name in ("zeta", "beta"))
+    for command in ("explain", "wait", "runs", "report"):
+        code, _, err = perilune(command, first[:4])
+        assert code == 2 and f"'{first[:4]}' matches 2 experiments" in err
+
+
+def test_report_of_a_stage_that_has_not_started_says_so(perilune: Command, control: Control) -> None:
+    begin(control, [drill_plan("zeta")])
+    assert "stage zeta of drills has not started" in perilune("report", "drills/zeta")[2]
 
 
 def test_chat_names_the_stages_of_an_experiment_that_make_checkpoints(

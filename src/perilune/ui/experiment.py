@@ -11,9 +11,10 @@ from perilune.control.queries.lookup import (
     StageStatus,
     attempt_uses,
     find_experiment,
-    find_run,
+    find_run_or_experiment,
     stage_statuses,
 )
+from perilune.control.record.store import Experiment, Run
 from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError
 from perilune.files import read_json
@@ -46,15 +47,13 @@ def view_in_home(control: Control, target: str) -> ExperimentView:
         RequestError: when `target` is neither.
     """
     try:
-        experiment = find_experiment(control, target)
-        return view_experiment(control, experiment.id, stage_statuses(control, [experiment.id]))
-    except RequestError as no_experiment:
-        try:
-            run = find_run(control, target)
-        except RequestError:
-            raise no_experiment from None
-    statuses = [status for status in stage_statuses(control, [run.experiment_id]) if status.run_id == run.id]
-    return view_experiment(control, run.experiment_id, statuses)
+        named: Run | Experiment = find_experiment(control, target)
+    except RequestError:
+        named = find_run_or_experiment(control, target)
+    if isinstance(named, Experiment):
+        return view_experiment(control, named.id, stage_statuses(control, [named.id]))
+    statuses = [one for one in stage_statuses(control, [named.experiment_id]) if one.run_id == named.id]
+    return view_experiment(control, named.experiment_id, statuses)
 
 
 def view_experiment(control: Control, experiment_id: str, statuses: Sequence[StageStatus]) -> ExperimentView:

@@ -134,7 +134,7 @@ def find_run_or_experiment(control: Control, reference: str) -> Run | Experiment
     except RequestError as no_run:
         try:
             return find_experiment(control, reference)
-        except RequestError:
+        except UnknownNameError:
             if isinstance(no_run, UnknownNameError):
                 raise _unknown_name(control, reference, "run or experiment") from None
             what = no_run.what.replace("no run is", "no run or experiment is", 1)
