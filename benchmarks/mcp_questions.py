@@ -119,7 +119,7 @@ class Home:
 
     def _attempts(self, document: Any) -> dict[str, Path]:
         """The newest attempts by stage, and the experiment's folder as "id"."""
-        paths = {"id": Path(document["experiment"])}
+        paths = {"id": Path(document["experiment_id"])}
         for stage in document["stages"]:
             if stage["run"]:
                 attempts = self.folder / "home" / "runs" / stage["run"] / "attempts"

@@ -176,14 +176,17 @@ def test_runs_and_compare_tools(agent: Agent) -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", trained["submitted"])
     assert len(json.dumps(listed)) < 3000
     named = agent.ask("runs", experiment="small")
-    assert [entry["id"] for entry in named["experiments"]] == [second["id"], first["id"]]
+    assert [entry["experiment_id"] for entry in named["experiments"]] == [
+        second["experiment_id"],
+        first["experiment_id"],
+    ]
     assert named["other_experiments"] == 2
     assert len({entry["stages"][0]["run"] for entry in named["experiments"]}) == 1
-    compared = agent.ask("compare", targets=[first["id"], second["id"]])
+    compared = agent.ask("compare", targets=[first["experiment_id"], second["experiment_id"]])
     assert compared["metric"] == "base.pass@1"
     assert [arm["settings"] for arm in compared["arms"]] == [{"base.samples": 3}, {"base.samples": 2}]
     assert agent.ask("compare", targets=["small"]) == compared
-    assert "name a sweep" in agent.refused("compare", targets=[first["id"]])
+    assert "name a sweep" in agent.refused("compare", targets=[first["experiment_id"]])
 
 
 def test_runs_tool_gives_the_gain_of_training(agent: Agent, folder: Path) -> None:
@@ -203,7 +206,7 @@ def test_change_tool_pairs_two_evaluations(agent: Agent, folder: Path) -> None:
     assert answer["pass@1"] == pytest.approx(printed["pass@1"])
     assert answer["settings_that_differ"] == []
     assert answer["after"]["stage"] == "after"
-    first = agent.ask("runs", experiment="small")["experiments"][1]["id"]
+    first = agent.ask("runs", experiment="small")["experiments"][1]["experiment_id"]
     samples = agent.ask("change", before="trained/base", after=f"{first}/base")
     assert samples["settings_that_differ"] == ["samples"]
     assert "trained/sft is no finished evaluation" in agent.refused(
@@ -286,7 +289,7 @@ def test_action_needs_the_token_of_its_own_plan(agent: Agent, folder: Path) -> N
     token = agent.ask("plan", recipe="long.yaml")["token"]
     started = agent.ask("run", recipe="long.yaml", token=token)
     assert started["stage"] == "long"
-    stopping = agent.ask("cancel", target=started["experiment"])
+    stopping = agent.ask("cancel", target=started["experiment_id"])
     assert [run["run"] for run in stopping["would_stop"]] == [started["run"]]
     assert agent.ask("show", run=started["run"])["state"] in {"queued", "active"}
     assert "changed" in agent.refused("cancel", target=started["run"], token=stopping["token"])
@@ -339,7 +342,7 @@ def test_commands_of_the_skill_run(agent: Agent, folder: Path) -> None:
     assert re.fullmatch(r"name: perilune\ndescription: .{1,1024}\n", front)
     commands = re.findall(r"```bash\n(.*?)\n```", text, re.DOTALL)
     assert len(commands) == 5
-    ids = [experiment["id"] for experiment in agent.ask("runs", experiment="small")["experiments"]]
+    ids = [experiment["experiment_id"] for experiment in agent.ask("runs", experiment="small")["experiments"]]
     for line in commands:
         words = line.replace("RUN", "base").replace("FIRST", ids[-1]).replace("SECOND", ids[-2]).split()
         assert words[0] == "perilune"

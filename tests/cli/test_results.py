@@ -128,7 +128,7 @@ def test_results_report_loss_of_pass_at_8(document: dict, capsys: pytest.Capture
 
 
 def test_results_document_lists_stages_bundles_and_report(document: dict, tmp_path: Path) -> None:
-    assert document["experiment"] == "X1"
+    assert document["experiment_id"] == "X1"
     assert (document["recipe"], document["seed"], document["seconds"]) == ("climb", 5, 12.346)
     assert document["report"] == str(tmp_path / "report.html")
     assert document["bundles"]["rl"] == str(tmp_path / "rl")

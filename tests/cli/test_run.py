@@ -95,7 +95,7 @@ def test_two_processes_with_one_recipe_share_runs(first: tuple[dict, str], folde
 def test_run_json_is_the_only_stdout_and_plan_precedes_the_work(first: tuple[dict, str]) -> None:
     document, err = first
     assert set(document) == {
-        "experiment", "recipe", "seed", "stages", "evaluations", "calibrations", "training", "held_out",
+        "experiment_id", "recipe", "seed", "stages", "evaluations", "calibrations", "training", "held_out",
         "forgetting", "cost", "report", "bundles", "seconds",
     }  # fmt: skip
     (evaluation,) = document["evaluations"]
@@ -167,7 +167,7 @@ def test_run_detach_continues_in_the_background(first: tuple[dict, str], folder:
     assert os.getsid(started["pid"]) == started["pid"]
     out, _ = Command(folder, "run", "small.yaml", "--set", "base.tasks=2", "--json").finish()
     document = json.loads(out)
-    assert document["experiment"] == started["experiment"]
+    assert document["experiment_id"] == started["experiment_id"]
     assert document["evaluations"][0]["tasks"] == 2
     until(lambda: has_ended(started["pid"]), 240)
     assert "[base] done" in Path(started["log"]).read_text()

@@ -157,6 +157,7 @@ def test_interval_of_pass_rate_stays_between_0_and_100_percent(control: Control,
     assert "51.6% (0.0% to 100.0%)" in out
     (arm,) = json.loads(perilune("compare", *names, "--json")[1])["arms"]
     assert (arm["figure"]["low"], arm["figure"]["high"]) == (0.0, 1.0)
+    assert [seed["experiment_id"] for seed in arm["seeds"]] == names
 
 
 def test_one_seed_makes_no_claim_about_settings(control: Control, perilune: Command) -> None:

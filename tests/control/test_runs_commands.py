@@ -23,13 +23,15 @@ from drill_cases import (
 
 from perilune.bundle.manifest import write_manifest
 from perilune.cli.inspect.run_table import describe_doubts
+from perilune.cli.train.lifecycle import stopped_document
 from perilune.control.queries import lookup
-from perilune.control.queries.lookup import find_run, latest_experiments, stage_statuses
+from perilune.control.queries.lookup import find_experiment, find_run, latest_experiments, stage_statuses
 from perilune.control.runs.experiments import Control, advance
 from perilune.control.runs.progress import StageFinished, StageProgress
 from perilune.control.runs.reproduction import reproduce_run
 from perilune.control.runs.requests import stream_log
 from perilune.execution.processes import Presence, ProcessIdentity
+from perilune.ui.live.listing import Listing
 
 
 def test_commands_in_empty_home_suggest_next_command(perilune: Command) -> None:
@@ -72,6 +74,17 @@ def test_json_documents_name_the_id_of_a_run_alike(perilune: Command, control: C
     for command, key in (("runs", "runs"), ("gc", "runs"), ("events one", "events")):
         for row in json.loads(perilune(*command.split(), "--json")[1])[key]:
             assert row["run"] == run_id and not {"id", "run_id"} & row.keys()
+
+
+def test_json_documents_name_the_id_of_an_experiment_alike(perilune: Command, control: Control) -> None:
+    carry_out(control, drill_plan("one", steps=1))
+    (experiment,) = latest_experiments(control)
+    for command in ("wait drills", "rm drills", "show one"):
+        assert json.loads(perilune(*command.split(), "--json")[1])["experiment_id"] == experiment
+    assert stopped_document(find_experiment(control), [])["experiment_id"] == experiment
+    (listed,) = json.loads(perilune("runs", "--json")[1])["runs"]
+    (shown,) = Listing(control).document(1)["experiments"]
+    assert listed["experiment_id"] == shown["experiment_id"] == experiment
 
 
 def test_unknown_name_gets_the_closest_name_as_remedy(perilune: Command, control: Control) -> None:

@@ -161,7 +161,7 @@ def test_experiment_list_filters_by_name_and_comparison_page_opens(
     page.get_by_label("Search", exact=True).fill("nothing")
     assert page.locator("a.experiment").count() == 0
     until(page, "location.search === '?q=nothing'")
-    identity = httpx.get(f"{url}/experiments.json").json()["experiments"][0]["id"]
+    identity = httpx.get(f"{url}/experiments.json").json()["experiments"][0]["experiment_id"]
     page.goto(f"{url}/compare/{identity},{identity}")
     page.wait_for_selector("#arms table")
     page.locator(".brand").click()
@@ -176,7 +176,13 @@ def test_experiment_list_escapes_hostile_names(browser: Any) -> None:
     health = {"stage": hostile, "state": "active", "status": "broken", "steps": 1, "findings": [finding]}
     stage = {"stage": hostile, "task": hostile, "run": hostile, "state": "active", "progress": None}
     stage |= {"health": health, "pass@1": None, "curve": {"name": hostile, "step": [1, 2], "value": [0, 1]}}
-    entry = {"id": "01X", "name": hostile, "submitted": 0.0, "overrides": [hostile], "state": "active"}
+    entry = {
+        "experiment_id": "01X",
+        "name": hostile,
+        "submitted": 0.0,
+        "overrides": [hostile],
+        "state": "active",
+    }
     document = {"home": hostile, "older": 0, "experiments": [entry | {"health": health, "stages": [stage]}]}
     page = browser.new_page()
     html = render_page("Perilune", LIST_SCRIPTS, document, live=True)

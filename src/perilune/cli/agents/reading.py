@@ -294,7 +294,7 @@ def _experiment(stages: Sequence[StageStatus]) -> dict[str, Any]:
     first = stages[0]
     listed = [_stage(stage) for stage in stages]
     return {
-        "id": first.experiment_id,
+        "experiment_id": first.experiment_id,
         "name": first.experiment,
         "submitted": first.submitted,
         "overrides": first.overrides,

@@ -215,7 +215,11 @@ def comparison_document(comparison: Comparison) -> dict[str, Any]:
                 ),
                 "difference": test,
                 "seeds": [
-                    {"seed": member.seed, "experiment": member.experiment, "figure": interval(member.figure)}
+                    {
+                        "seed": member.seed,
+                        "experiment_id": member.experiment,
+                        "figure": interval(member.figure),
+                    }
                     | ({"problem": member.problem} if member.problem else {})
                     for member in arm.members
                 ],

@@ -159,7 +159,7 @@ def rm(
         removal = remove_experiment(control, record.id)
     if as_json:
         runs = [run.id for run in removal.runs]
-        document = {"experiment": record.id, "name": record.name, "runs": runs, "kept": removal.kept}
+        document = {"experiment_id": record.id, "name": record.name, "runs": runs, "kept": removal.kept}
         print_json(document | {"copied": list(removal.copied), "bytes": freed, "removed": yes})
     else:
         echo(f"removed {record.name}" if yes else f"to remove it: perilune rm {experiment} --yes")

@@ -80,7 +80,7 @@ def wait(
             raise typer.Exit(TIMED_OUT) from None
         run, outcome = current, None
     if as_json:
-        print_json(({"experiment": found.id} if prefix else {}) | summarize_run(run))
+        print_json(({"experiment_id": found.id} if prefix else {}) | summarize_run(run))
     else:
         then = "" if outcome in {None, run.state} else "; then it was cancelled"
         late = "" if outcome is not None else f", not ended after {timeout:g} s"
@@ -178,7 +178,7 @@ def stopped_document(target: Run | Experiment, stopped: Sequence[Run]) -> dict[s
     from perilune.control.record.store import Run
 
     summaries = [summarize_run(run) for run in stopped]
-    return summaries[0] if isinstance(target, Run) else {"experiment": target.id, "runs": summaries}
+    return summaries[0] if isinstance(target, Run) else {"experiment_id": target.id, "runs": summaries}
 
 
 def retry(

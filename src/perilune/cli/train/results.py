@@ -42,7 +42,7 @@ def results_document(
 
     summaries = {stage.name: stage.summary for stage in stages}
     return {
-        "experiment": experiment,
+        "experiment_id": experiment,
         "recipe": recipe.name,
         "seed": recipe.seed,
         "stages": [

@@ -303,7 +303,7 @@ def _detach(
     elif first is None:
         echo(f"every stage of {recipe.name} finished before; to see the results: {command}")
     else:
-        experiment = document["experiment"]
+        experiment = document["experiment_id"]
         driver = f"process {document['pid']}" if "pid" in document else "the daemon"
         echo(f"experiment {experiment}: continued by {driver}")
         # A bundle that is already running is joined, wherever it runs.
@@ -334,7 +334,7 @@ def start_detached(
     experiment = open_experiment(control, recipe, changes)
     events = advance(control, experiment, plan_stages(recipe, template), template=template)
     first = next((event for event in events if isinstance(event, StageStarted)), None)
-    document: dict[str, Any] = {"experiment": experiment, "name": recipe.name}
+    document: dict[str, Any] = {"experiment_id": experiment, "name": recipe.name}
     document["daemon"] = has_daemon(control.home)
     if first is not None:
         document |= {"stage": first.stage, "run": first.run_id}

@@ -54,10 +54,10 @@ function row(one) {
   const since = first && first.since !== null ? ` since step ${first.since}` : "";
   const box = h("input", {
     type: "checkbox",
-    checked: chosen.has(one.id),
+    checked: chosen.has(one.experiment_id),
     "aria-label": `Compare ${one.name} of ${date(one.submitted)}`,
     onchange() {
-      chosen[box.checked ? "add" : "delete"](one.id);
+      chosen[box.checked ? "add" : "delete"](one.experiment_id);
       compare.hidden = chosen.size < 2;
       compare.href = `/compare/${[...chosen].join(",")}`;
       compare.textContent = `Compare ${chosen.size}`;
@@ -65,7 +65,7 @@ function row(one) {
   });
   const link = h(
     "a.experiment",
-    { href: `/experiments/${one.id}` },
+    { href: `/experiments/${one.experiment_id}` },
     h("span.who", h("b", one.name), h("small", [date(one.submitted), ...one.overrides].join(" · "))),
     h("span.when", h("span", { class: `state ${one.state}` }, one.state), h("small", progress(one))),
     h("span.curve", drawn && spark(drawn.curve)),
@@ -83,7 +83,7 @@ function draw() {
   const asked = words(search);
   const shown = Data.experiments.filter(one => {
     if (state.value && one.state !== state.value) return false;
-    const text = [one.name, one.id, ...one.overrides, ...one.stages.map(stage => stage.stage)].join(" ").toLowerCase();
+    const text = [one.name, one.experiment_id, ...one.overrides, ...one.stages.map(stage => stage.stage)].join(" ").toLowerCase();
     return asked.every(word => text.includes(word));
   });
   const at = document.activeElement;

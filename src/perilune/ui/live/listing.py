@@ -57,7 +57,7 @@ class Listing:
         judged = [stage for stage in stages if stage["health"]]
         gravest = min(judged, key=lambda stage: SEVERITY_ORDER.index(stage["health"]["status"]), default=None)
         return {
-            "id": first.experiment_id,
+            "experiment_id": first.experiment_id,
             "name": first.experiment,
             "submitted": first.submitted,
             "overrides": first.overrides,
