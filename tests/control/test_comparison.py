@@ -222,6 +222,7 @@ def test_other_metrics_have_their_own_direction(control: Control) -> None:
     assert lower_is_better("rl.last.dead_groups") and not lower_is_better("after.live_groups")
     result = compare_experiments(control, all_of(control, (0, 1)), metric="rl.last.reward")
     assert [arm.figure.mean for arm in result.arms if arm.figure] == [0.5, 0.5]
+    assert result.best is None and "figure of 2 arms" not in " ".join(result.notes)  # a tie
     assert result.arms[1].difference is not None and result.arms[1].difference.tasks is None
     assert describe_difference(result.arms[1].difference, is_share=False) == "too few seeds for a claim (+0)"
 

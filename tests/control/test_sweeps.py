@@ -75,6 +75,7 @@ def test_arms_share_equal_stages_and_failed_arm_stops_no_other(
     assert totals == [2.0, 2.0, 4.0, None]
     assert document["arms"][3]["seeds"][0]["problem"] == "last is failed: nothing was learnt"
     assert Path(document["page"]).read_text().startswith("<!doctype html>")
+    assert " --seeds 1..3 --metric last.total\n" in perilune("compare", document["sweep"])[1]
 
     # The same command retries only failed stages; a plan knows finished stages and their durations.
     assert perilune(*command, "--json")[0] == 1

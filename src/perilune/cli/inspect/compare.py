@@ -189,7 +189,8 @@ def unbiased_command(control: Control, targets: Sequence[str], comparison: Compa
     seeds = sorted(seed for arm in sweep.arms for seed in arm.experiments)
     fresh = f"{seeds[-1] + 1}..{seeds[-1] + max(3, len(set(seeds)))}"
     words = [part for option in options for part in ("--set", option)]
-    return shlex.join(["perilune", "sweep", sweep.recipe, *words, "--seeds", fresh])
+    metric = ["--metric", sweep.metric] if sweep.metric else []
+    return shlex.join(["perilune", "sweep", sweep.recipe, *words, "--seeds", fresh, *metric])
 
 
 def comparison_document(comparison: Comparison) -> dict[str, Any]:

@@ -117,10 +117,11 @@ class Comparison:
 
     @property
     def best(self) -> int | None:
-        """Position of the arm with the best final figure; None if none or only one has a figure."""
+        """Position of the arm with the best final figure; None for fewer than two figures, and for a tie."""
         known = {index: arm.figure.mean for index, arm in enumerate(self.arms) if arm.figure is not None}
-        choose = max if self.maximize else min
-        return choose(known, key=lambda index: known[index]) if len(known) > 1 else None
+        target = (max if self.maximize else min)(known.values(), default=None)
+        best = [index for index, figure in known.items() if figure == target]
+        return best[0] if len(best) == 1 < len(known) else None
 
     @property
     def notes(self) -> tuple[str, ...]:
