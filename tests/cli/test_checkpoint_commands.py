@@ -14,6 +14,7 @@ from cli_cases import SCRIPT, environment
 from perilune.cli.inspect import chat as chatting
 from perilune.engine.engine import Engine
 from perilune.engine.request import Prompt, SamplingParams
+from perilune.errors import RequestError
 from perilune.models.checkpoints.loading import load_checkpoint, new_model, save_checkpoint
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.text.tokenizer import Tokenizer
@@ -124,6 +125,20 @@ def test_chat_answers_stdin_lines_and_keeps_history_until_reset(tmp_path: Path, 
     second = answer(user, {"role": "assistant", "content": first}, user)
     system = answer({"role": "system", "content": "be brief"}, user)
     assert done.stdout == "".join(f"{text}\n" for text in (first, second, first, system))
+
+
+def test_plain_chat_ignores_the_template(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = shutil.copytree(model, tmp_path / "bare")
+    (bare / "chat_template.jinja").unlink()
+    for folder in (model, bare):
+        monkeypatch.setattr("sys.stdin", io.StringIO("hello\nhello\n"))
+        chatting.chat(str(folder), max_tokens=6, temperature=0.0, plain=True)
+    text = capsys.readouterr().out
+    assert text == text[: len(text) // 2] * 2 and text
+    with pytest.raises(RequestError, match="exclude each other"):
+        chatting.chat(str(model), plain=True, chat_template=model / "chat_template.jinja")
 
 
 def test_chat_separate_reports_refused_line_and_answers_the_others(

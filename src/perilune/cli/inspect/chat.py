@@ -55,6 +55,8 @@ def chat(
     echo "What is 17 + 25?" | perilune chat ./my-model --max-tokens 64
     perilune chat words/sft --plain --separate < questions.txt
     """
+    if plain and chat_template is not None:
+        raise RequestError("--plain and --chat-template exclude each other")
     conversation = _open_conversation(find_checkpoint(checkpoint), adapter, chat_template, plain=plain)
     conversation.temperature, conversation.max_tokens, conversation.seed = temperature, max_tokens, seed
     interactive = sys.stdin.isatty()
@@ -153,7 +155,9 @@ def _open_conversation(
         )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_for_inference(folder, device)
-    if template is not None:
+    if plain:
+        tokenizer = tokenizer.with_chat_template(None, where=str(folder))
+    elif template is not None:
         text = read_regular(template).decode("utf-8", "replace")
         tokenizer = tokenizer.with_chat_template(text, where=str(template))
     if isinstance(model, TransformersModel):

@@ -184,13 +184,14 @@ class Tokenizer:
         }
         return cls(backend, config)
 
-    def with_chat_template(self, template: str, *, where: str) -> Tokenizer:
-        """Return the same tokenizer with another chat template.
+    def with_chat_template(self, template: str | None, *, where: str) -> Tokenizer:
+        """Return the same tokenizer with another chat template, or with none.
 
         Raises:
             RequestError: when the template is malformed, naming `where` it comes from.
         """
-        return Tokenizer(self._backend, self._config, chat_template=template, where=where)
+        config = {key: value for key, value in self._config.items() if key != "chat_template"}
+        return Tokenizer(self._backend, config, chat_template=template, where=where)
 
     def showing(self, marks: Sequence[str]) -> Tokenizer:
         """Return the same tokenizer, but `decode` keeps these special tokens; unknown ones are ignored."""
