@@ -57,6 +57,9 @@ def test_make_environment_loads_factory_by_path():
     for wrong in (None, 3, "", "no_colon", ":f", "no_such_module:f", "json:no_such_function"):
         with pytest.raises(RequestError, match=r"cannot load|needs a factory function"):
             make_environment({"id": "factory", "factory": wrong})
+    with pytest.raises(RequestError, match="is a file") as caught:
+        make_environment({"id": "factory", "factory": "maze.py:Maze"})
+    assert caught.value.remedy.endswith('id: "maze.py:Maze"')
 
 
 @pytest.mark.parametrize(

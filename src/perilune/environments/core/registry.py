@@ -359,6 +359,12 @@ def _find_factory(spec: Mapping[str, Any]) -> Any:
                 where="environment.factory",
                 remedy="set factory: module:function; the module must be installed or on PYTHONPATH",
             )
+        if is_file_reference(reference):
+            raise RequestError(
+                f"{reference!r} is a file, not an installed module",
+                where="environment.factory",
+                remedy=f'name the file as the id, without factory: id: "{reference}"',
+            )
         return _load_factory(reference)
     if not isinstance(name, str) or name not in _list_factories():
         puzzle = (
