@@ -39,7 +39,7 @@ USUAL_NAMES = {
     "score": "eval",
     "test": "eval",
     "benchmark": "eval",
-    "generate": "data",
+    "generate": "data generate",
     "stop": "cancel",
     "kill": "cancel",
     "delete": "rm",
@@ -48,7 +48,8 @@ USUAL_NAMES = {
     "du": "gc",
     "init": "new",
     "download": "model fetch",
-    "convert": "model",
+    "convert": "model export",
+    "merge": "model export",
     "tensorboard": "track",
 }
 
