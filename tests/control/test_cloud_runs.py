@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 import yaml
 from cloud_cases import end, hurry, rented, tend_until
-from drill_cases import PATIENCE, Command, begin, drill_plan, only_run
+from drill_cases import (
+    PATIENCE,
+    Command,
+    begin,
+    drill_plan,
+    only_run,
+    wait_for_progress,
+    wait_for_second_checkpoint,
+)
 from hosts_cases import interpreter
 from sky_cases import LEASE, SPOT, FakeSky, stale
 from sqlalchemy import select
@@ -19,11 +27,12 @@ from perilune.bundle.verify import verify
 from perilune.control.machines import sweep
 from perilune.control.machines.lifecycle import Fleet
 from perilune.control.machines.panic import panic
+from perilune.control.queries.lookup import events_after
 from perilune.control.record.store import Attempt
 from perilune.control.record.transitions import MachineState
 from perilune.control.runs.experiments import Control, StagePlan, advance
 from perilune.control.runs.planner import Retry
-from perilune.control.runs.progress import StageEvent, StageFinished, StageProgress
+from perilune.control.runs.progress import StageEvent, StageFinished
 from perilune.control.runs.requests import cancel_run
 from perilune.control.runs.templates import RentedTarget, Template
 from perilune.execution.limits import AttemptLimits
@@ -76,11 +85,6 @@ def attempts(control: Control) -> list[Attempt]:
         return list(session.scalars(select(Attempt).order_by(Attempt.number)))
 
 
-def unseen(fleet: Fleet, key: str) -> bool:
-    machine = fleet.machine(key)
-    return machine is not None and machine.unseen_since is not None
-
-
 def until(control: Control, happened: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not happened():
@@ -94,16 +98,16 @@ def test_run_resumes_on_next_cluster_after_losing_the_first(
 ) -> None:
     sky.weather(launch=["capacity"], after_launch=1, down=["stuck"])
     events = go(control, template, drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True))
-    assert any(isinstance(event, StageProgress) for event in events)
+    wait_for_progress(events)
     run = only_run(control)
     first, second = fleet.machine_key(run.id, 1), fleet.machine_key(run.id, 2)
     assert sky.made() == [first]  # despite a launch without capacity and a lost response
     (known,) = (control.home.root / "ssh").glob("*.known_hosts")
     assert server.host_key in known.read_text()  # learned at the first connection and pinned
 
+    wait_for_second_checkpoint(control)
     sky.weather(before_status=2)
-    until(control, lambda: unseen(fleet, first))
-    until(control, lambda: not unseen(fleet, first))
+    until(control, lambda: any(event.kind == "machine.reachable" for event in events_after(control)))
     until(control, lambda: attempts(control)[0].state == "running")
     sky.change(first, alive=False)
     last = list(events)[-1]
@@ -120,7 +124,7 @@ def test_changed_host_key_makes_attempt_unreachable_and_panic_ends_machine(
     control: Control, fleet: Fleet, sky: FakeSky, template: Template, server: Sshd
 ) -> None:
     events = go(control, template, drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True))
-    assert any(isinstance(event, StageProgress) for event in events)
+    wait_for_progress(events)
     run = only_run(control)
     make_key(server.folder / "host_key")
     server.stop()

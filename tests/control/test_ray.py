@@ -19,7 +19,17 @@ import psutil
 import pytest
 import yaml
 from cloud_cases import LEASE, hurry
-from drill_cases import Command, begin, drill_bundle, drill_job, drill_plan, only_run, wait_for
+from drill_cases import (
+    Command,
+    begin,
+    drill_bundle,
+    drill_job,
+    drill_plan,
+    only_run,
+    wait_for,
+    wait_for_progress,
+    wait_for_second_checkpoint,
+)
 from hosts_cases import interpreter
 from placement_conformance import PlacementConformance, assigned, home_has, look, stage, until, working
 from ray_cases import HEAD, SECOND, LocalRay, local_ray
@@ -32,7 +42,7 @@ from perilune.control.machines.providers import Providers
 from perilune.control.record.store import Attempt
 from perilune.control.runs.experiments import Control, StagePlan, advance
 from perilune.control.runs.planner import Retry
-from perilune.control.runs.progress import StageFinished, StageProgress
+from perilune.control.runs.progress import StageFinished
 from perilune.control.runs.templates import RentedTarget, ResourcesChange, Template
 from perilune.errors import RequestError
 from perilune.execution.hosts.protocol import Host, HostRefusedError, HostUnreachableError
@@ -338,18 +348,14 @@ def test_run_resumes_from_fetched_checkpoint_after_head_restart(
     template = rents_from(control, ray, tmp_path, monkeypatch)
     plan = drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True)
     events = advance(control, begin(control, [plan]), [plan], template=template, poll=0.1)
-    assert any(isinstance(event, StageProgress) for event in events)
+    wait_for_progress(events)
+    wait_for_second_checkpoint(control)
     run = only_run(control)
 
     def attempts() -> list[Attempt]:
         with control.store.snapshot() as session:
             return list(session.scalars(select(Attempt).order_by(Attempt.number)))
 
-    def checkpoint_fetched() -> bool:
-        control.reconciler.reconcile(run.id)
-        return (control.directory(run) / "artifacts" / "checkpoints" / "step-000002").exists()
-
-    until(checkpoint_fetched, "a checkpoint")
     first = Assignment(run.id, 1, control.directory(run))
     assert working(first)
     code, out, _ = perilune("machines", "list", "--json")

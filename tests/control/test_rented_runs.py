@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 from cloud_cases import LEASE, all_gone, bill, rented_template
-from drill_cases import PATIENCE, begin, drill_control, drill_plan, only_run, wait_for
+from drill_cases import (
+    PATIENCE,
+    begin,
+    drill_control,
+    drill_plan,
+    only_run,
+    wait_for,
+    wait_for_progress,
+    wait_for_second_checkpoint,
+)
 from sqlalchemy import select
 
 from perilune.bundle.verify import verify
@@ -22,7 +31,7 @@ from perilune.control.record.store import Attempt, Event, Machine
 from perilune.control.record.transitions import RunState
 from perilune.control.runs import endings
 from perilune.control.runs.experiments import Control, StagePlan, advance
-from perilune.control.runs.progress import StageEvent, StageFailed, StageFinished, StageProgress, StageStarted
+from perilune.control.runs.progress import StageEvent, StageFailed, StageFinished, StageStarted
 from perilune.control.runs.requests import cancel_run, request_cancel
 from perilune.control.runs.templates import RentedTarget, Template
 from perilune.execution.claim import read_claim
@@ -52,10 +61,6 @@ def run_in_state(control: Control, state: str) -> str:
     return rows[0].run_id
 
 
-def wait_for_progress(events: Iterator[StageEvent]) -> None:
-    assert any(isinstance(event, StageProgress) for event in events)
-
-
 def attempts(control: Control) -> list[Attempt]:
     with control.store.snapshot() as session:
         return list(session.scalars(select(Attempt).order_by(Attempt.number)))
@@ -76,9 +81,7 @@ def hanging(control: Control, template: Template) -> Iterator[StageEvent]:
     """Start a run that hangs at its third step; return its events after the second checkpoint is fetched."""
     events = go(control, template, drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True))
     wait_for_progress(events)
-    run = only_run(control)
-    second = control.directory(run) / "artifacts" / "checkpoints" / "step-000002"
-    wait_for(lambda: control.reconciler.reconcile(run.id) and second.exists(), "the second checkpoint")
+    wait_for_second_checkpoint(control)
     return events
 
 

@@ -18,6 +18,7 @@ from perilune.control.runs.experiments import Control, StagePlan, advance, regis
 from perilune.control.runs.planner import RetryPolicy
 from perilune.control.runs.progress import StageEvent, StageProgress
 from perilune.execution.claim import CLAIM_VARIABLE, read_claim
+from perilune.execution.placements.upload import SENT_UNIT
 from perilune.execution.processes import find_marked
 from perilune.files import read_json
 
@@ -102,10 +103,20 @@ def only_run(control: Control) -> Run:
 def start(control: Control, plan: StagePlan) -> tuple[Iterator[StageEvent], Path]:
     """Advance until the first progress; return the remaining events and the attempt's directory."""
     events = advance(control, begin(control, [plan]), [plan], poll=0.02)
-    for event in events:
-        if isinstance(event, StageProgress):
-            break
+    wait_for_progress(events)
     return events, control.directory(only_run(control))
+
+
+def wait_for_progress(events: Iterator[StageEvent]) -> None:
+    """Advance until the task reports progress; a slow upload before it reports its own."""
+    assert any(isinstance(event, StageProgress) and event.unit != SENT_UNIT for event in events)
+
+
+def wait_for_second_checkpoint(control: Control) -> None:
+    """Reconcile the only run until its second checkpoint is fetched."""
+    run = only_run(control)
+    second = control.directory(run) / "artifacts" / "checkpoints" / "step-000002"
+    wait_for(lambda: control.reconciler.reconcile(run.id) and second.exists(), "the second checkpoint")
 
 
 def hanging(control: Control, how: str = "hang") -> tuple[Iterator[StageEvent], Path]:
