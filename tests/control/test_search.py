@@ -77,6 +77,8 @@ def test_sweep_search_stops_at_its_number_of_arms(
         "only.total",
         "--json",
     )
+    plan = json.loads(perilune(*command, "--plan")[1])
+    assert plan["to_run"] == {"only": 3} and len(plan["arms"]) == 1  # the others are not known yet
     code, out, err = perilune(*command)
     document = json.loads(out)
     assert code == 0, err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
@@ -206,15 +206,16 @@ def _print_plan(request: SweepRequest, recipes: dict[tuple[Settings, int], Recip
     from perilune.control.runs.experiments import Control, plan_stages
 
     control, template = Control(), request.template
-    forecast = forecast_sweep(control, list(recipes.values()), template)
+    expected = [*recipes.values(), *_load_further_arms(request, recipes)]
+    forecast = forecast_sweep(control, expected, template)
     runs = sum(forecast.to_run.values())
     first = next(iter(recipes.values()))
     price = forecast_submission(control, plan_stages(first, template), template).cost
-    calibrated = _estimate_seconds(control, list(recipes.values()), forecast.arms, template)
+    calibrated = _estimate_seconds(control, expected, forecast.arms, template)
     seconds = forecast.seconds if calibrated is None else calibrated
     arms = [
         {"settings": list(settings), "seed": seed, **asdict(arm)}
-        for (settings, seed), arm in zip(recipes, forecast.arms, strict=True)
+        for (settings, seed), arm in zip(recipes, forecast.arms, strict=False)
     ]
     document = {
         "recipe": request.recipe,
@@ -228,8 +229,8 @@ def _print_plan(request: SweepRequest, recipes: dict[tuple[Settings, int], Recip
     if as_json:
         print_json(document)
         return
-    echo(f"{first.name}: {plural(len(arms), 'experiment')}, {plural(runs, 'run')} of stages to do")
-    for (settings, seed), arm in list(zip(recipes, forecast.arms, strict=True))[:MAX_LISTED_ARMS]:
+    echo(f"{first.name}: {plural(len(expected), 'experiment')}, {plural(runs, 'run')} of stages to do")
+    for (settings, seed), arm in list(zip(recipes, forecast.arms, strict=False))[:MAX_LISTED_ARMS]:
         parts = [
             f"{count} {word}" for count, word in ((arm.shared, "shared"), (arm.done, "finished")) if count
         ]
@@ -238,7 +239,7 @@ def _print_plan(request: SweepRequest, recipes: dict[tuple[Settings, int], Recip
     if len(arms) > MAX_LISTED_ARMS:
         echo(f"  and {len(arms) - MAX_LISTED_ARMS} more: --plan --json lists all")
     if request.search is not None:
-        echo(f"  Optuna proposes {request.search - 1} further arms from the results")
+        echo(f"  Optuna proposes {plural(request.search - 1, 'further arm')} from the results")
     at_once = f"{template.slots} at once" if template.slots else "all at once"
     basis = "by this machine's calibration"
     if calibrated is None:
@@ -247,6 +248,16 @@ def _print_plan(request: SweepRequest, recipes: dict[tuple[Settings, int], Recip
     if price is not None:
         cost = price.problem if not price.attempt else f"{price.attempt * runs:.4g} at most, without retries"
         echo(f"  cost  {cost}")
+
+
+def _load_further_arms(request: SweepRequest, known: Container[tuple[Settings, int]]) -> list[Recipe]:
+    """Load random arms in place of those that Optuna will propose: they have as many stages in common."""
+    from perilune.recipe.axes import sample_arms
+
+    arms = sample_arms(request.axes, 10 * (request.search or 0))  # some are equal
+    further = [settings for settings in arms if (settings, request.seeds[0]) not in known]
+    chosen = further[: (request.search or 1) - 1]
+    return [request.load(settings, seed) for settings in chosen for seed in request.seeds]
 
 
 def _estimate_seconds(
