@@ -6,7 +6,7 @@ import random
 import pytest
 
 from perilune.errors import RequestError
-from perilune.recipe.axes import grid_arms, parse_axis, parse_seeds, sample_arms
+from perilune.recipe.axes import grid_arms, parse_axes, parse_axis, parse_seeds, sample_arms
 from perilune.recipe.source import parse_yaml
 
 
@@ -46,6 +46,12 @@ def test_parse_axis_error_names_the_option(option: str, message: str) -> None:
     with pytest.raises(RequestError, match=message) as caught:
         parse_axis(option)
     assert caught.value.where == f"--set {option}"
+
+
+def test_two_options_for_one_key_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"two options set rl\.lr"):
+        parse_axes(["rl.lr=1e-5", "rl.samples=4,8", "rl.lr = 1e-4"])
+    assert [axis.key for axis in parse_axes(["rl.lr=1e-5", "rl.samples=4,8"])] == ["rl.lr", "rl.samples"]
 
 
 def test_grid_lists_every_combination_in_order() -> None:

@@ -57,6 +57,21 @@ class Axis:
         return str(min(max(float(f"{value:.{SIGNIFICANT_DIGITS}g}"), self.bounds[0]), self.bounds[1]))
 
 
+def parse_axes(options: Sequence[str]) -> tuple[Axis, ...]:
+    """Parse options as `parse_axis` does.
+
+    Raises:
+        RequestError: two options have the same key, or `parse_axis` refuses one.
+    """
+    axes: dict[str, Axis] = {}
+    for axis in map(parse_axis, options):
+        if axis.key in axes:
+            remedy = f"list all values in one option: --set {axis.key}=VALUE,VALUE"
+            raise RequestError(f"two options set {axis.key}", where="--set", remedy=remedy)
+        axes[axis.key] = axis
+    return tuple(axes.values())
+
+
 def parse_axis(option: str) -> Axis:
     """Parse "key=value,value" or "key=low..high". Values are YAML; a single value is an axis too.
 

@@ -128,10 +128,10 @@ def sweep(
     from perilune.control.queries.comparison import check_metric
     from perilune.control.runs.experiments import Control
     from perilune.control.runs.sweeps import open_sweep
-    from perilune.recipe.axes import parse_axis, parse_seeds
+    from perilune.recipe.axes import parse_axes, parse_seeds
     from perilune.recipe.load import load_recipe
 
-    axes = tuple(parse_axis(option) for option in set_ or ())
+    axes = parse_axes(set_ or ())
     arms = _initial_arms(axes, random, search)
     first = load_recipe(recipe, arms[0])
     if metric is not None:
