@@ -23,8 +23,10 @@ def test_wilson_refuses_zero_trials() -> None:
         wilson_interval(0, 0)
 
 
-def test_pass_rate_of_all_or_no_problems_uses_wilson() -> None:
+def test_equal_pass_rates_use_wilson() -> None:
     assert pass_rate_interval([0.0] * 20) == wilson_interval(0, 20)
     assert pass_rate_interval([1.0] * 29) == wilson_interval(29, 29)
+    assert pass_rate_interval([0.5] * 10) == wilson_interval(5, 10)
+    assert pass_rate_interval([0.375]) == wilson_interval(0.375, 1)  # one problem says little
     mixed = [0.0, 0.25, 1.0, 0.5] * 5
     assert pass_rate_interval(mixed, seed=3) == bootstrap_problems(mixed, seed=3)

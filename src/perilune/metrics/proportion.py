@@ -31,11 +31,10 @@ def wilson_interval(successes: float, trials: int) -> Interval:
 def pass_rate_interval(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
     """Return the mean of pass rates, one per problem, with the percentile interval over resampled problems.
 
-    If all are 0, or all are 1, resampling shows no spread, and the interval is Wilson's.
+    If all are equal, resampling shows no spread, and the interval is Wilson's with one trial per problem.
 
     Raises:
         RequestError: as `bootstrap_problems`.
     """
     interval = bootstrap_problems(values, seed=seed, resamples=resamples)
-    equal = interval.low == interval.high and interval.mean in (0, 1)
-    return wilson_interval(sum(values), len(values)) if equal else interval
+    return wilson_interval(sum(values), len(values)) if min(values) == max(values) else interval
