@@ -79,6 +79,8 @@ def test_every_command_loads_and_has_help(name: str) -> None:
     command = load_command(name)
     assert command.name == name
     assert command.help
+    for path, leaf in _leaves(f"perilune {name}", command):
+        assert leaf.short_help.endswith(".") and not leaf.short_help.endswith(".."), path
 
 
 def test_cli_reference_page_is_current() -> None:

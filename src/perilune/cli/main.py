@@ -108,7 +108,8 @@ def load_command(name: str) -> Any:
     for item in (command, *getattr(command, "commands", {}).values()):
         item.help, item.epilog = use_program_command(item.help or ""), use_program_command(item.epilog or "")
         paragraph = " ".join(item.help.partition("\n\n")[0].split())
-        item.short_help = paragraph.partition(". ")[0]  # the whole sentence, which the parser would cut
+        sentence = paragraph.partition(". ")[0].removesuffix(".")  # whole, although the parser would cut it
+        item.short_help = f"{sentence}."
     return command
 
 
