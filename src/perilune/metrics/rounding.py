@@ -5,11 +5,15 @@ of summation changes a log-prob by about 0.01 nats, and the largest of a million
 there the mean and the KL divergence decide, and the largest is only reported.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class Rounding:
 
     def allows(self, differences: NDArray[np.float64]) -> bool:
         """Return whether differences float64[N], sampler minus learner, count as rounding. NaN does not."""
+        import numpy as np  # commands that only read the bounds need not load it
+
         if not len(differences):
             return True
         sizes = np.abs(differences)
