@@ -56,6 +56,21 @@ def test_eval_makes_a_run_with_a_bundle_and_reuses_its_result(perilune, here, mo
     assert "a run of evaluate makes no checkpoint" in refused.stderr
 
 
+def test_eval_says_that_it_waits_for_tasks(
+    here, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import time\nfrom perilune.environments import SingleTurn\n"
+        "class Slow(SingleTurn):\n"
+        "    def __init__(self, spec): self.id = 'slow'\n"
+        "    def tasks(self, split, seed): time.sleep(1); raise ValueError('none')\n"
+        "    def score(self, task, transcript): ...\n"
+    )
+    monkeypatch.setattr("perilune.cli.output.SLOW_SECONDS", 0.2)
+    for command in ("eval", "probe"):
+        assert "still checking the recipe" in here(command, str(model), "-e", "slow.py:Slow").stderr
+
+
 @pytest.mark.thorough
 def test_probe_evaluates_each_environment_and_reuses_results(perilune, here, model: Path) -> None:
     command = ("probe", str(model), "-e", "calculator", "-e", "reasoning_gym/nope", *SMALL)

@@ -19,8 +19,9 @@ from perilune.cli.arguments import (
     find_checkpoint,
 )
 from perilune.cli.data.environments import environment_section
+from perilune.cli.output import say_if_slow
 from perilune.cli.train.plan import derive_plans, print_plan
-from perilune.cli.train.run import run_stages
+from perilune.cli.train.run import SLOW_CHECK, run_stages
 from perilune.recipe.evaluation import make_evaluation_recipe
 
 if TYPE_CHECKING:
@@ -60,8 +61,10 @@ def evaluate(
 
     fields = {"tasks": tasks, "samples": samples, "max_tokens": max_tokens}
     section = environment_section(environment, settings)
-    recipe = make_evaluation_recipe(find_checkpoint(checkpoint), section, fields, seed, called=checkpoint)
-    print_plan(recipe, derive_plans(recipe), sys.stderr)
+    with say_if_slow(SLOW_CHECK):
+        recipe = make_evaluation_recipe(find_checkpoint(checkpoint), section, fields, seed, called=checkpoint)
+        plans = derive_plans(recipe)
+    print_plan(recipe, plans, sys.stderr)
     options = [part for setting in settings for part in ("--set", setting)]
     options += [
         part
@@ -85,8 +88,9 @@ def run_evaluation(
     from perilune.control.queries.lookup import stage_statuses
     from perilune.control.runs.experiments import Control, open_experiment
 
-    recipe = make_evaluation_recipe(folder, section, fields, seed, called=called)
-    derive_plans(recipe)  # refuses what does not fit the machine
+    with say_if_slow(SLOW_CHECK):
+        recipe = make_evaluation_recipe(folder, section, fields, seed, called=called)
+        derive_plans(recipe)  # refuses what does not fit the machine
     control = Control()
     experiment = open_experiment(control, recipe)
     if (failure := follow(control, experiment, recipe)) is not None:

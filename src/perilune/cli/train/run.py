@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from perilune.control.runs.templates import Template
     from perilune.recipe.schema import Recipe
 
+SLOW_CHECK = "still checking the recipe and the tasks of its environment; Ctrl-C stops"
 TERMINATION_WAIT_S = 15.0  # seconds to wait for proof that rented machines are gone
 
 SeedOption = Annotated[int | None, typer.Option("--seed", help="Short for --set seed=N.")]
@@ -110,7 +111,7 @@ def run_recipe(
     """
     from perilune.recipe.load import load_recipe
 
-    with say_if_slow("still checking the recipe and the tasks of its environment; Ctrl-C stops"):
+    with say_if_slow(SLOW_CHECK):
         recipe = load_recipe(name, changes)  # its errors appear at once, so the heavy imports follow
         from perilune.cli.data.audit import print_grades
         from perilune.cli.train.plan import derive_plans, print_estimate, print_forecast, print_plan
