@@ -338,7 +338,10 @@ def test_all_errors_of_a_recipe_are_listed_and_many_are_counted(write) -> None:
             "algorithm.name is missing\n  try: one of: grpo, dr_grpo,",
         ),
         ("rl.algorithm.clip_low=0.3", "try: --set 'rl.algorithm={name: grpo, clip_low: 0.3}'"),
-        ("environment.prompting={few_shot: [{question: a}]}", "few_shot.0.answer is missing"),
+        (
+            "environment.prompting={few_shot: [{question: a}]}",
+            "few_shot.0.answer is missing\n  try: set it: ",
+        ),
         ("environment.max_digits=2", "try: config: {max_digits: ...}, if it is a setting of the task;"),
         ("environment.config.max_terms=two", "'max_terms' is 'two' but should be a number"),
         ("rl.checkpoint=after_sft", "'after_sft' makes an evaluation"),

@@ -214,7 +214,9 @@ def _problem(
         valid = _find_owners(model, detail["loc"])[0].model_fields
         return Problem(full, f"{key} is not a known key", suggest_name(str(location[-1]), valid))
     if detail["type"] == "missing":
-        return Problem(full, f"{key} is missing", missing=True)
+        field = _find_owners(model, detail["loc"])[0].model_fields.get(str(location[-1]))
+        meaning = f"set it: {field.description}" if field and field.description else ""
+        return Problem(full, f"{key} is missing", meaning, missing=True)
     if detail["type"] == "union_tag_not_found":
         names = [
             name for kind in _find_owners(model, (*detail["loc"], "")) for name in _selecting_names(kind)
