@@ -17,7 +17,10 @@ class CurriculumSettings(Frozen):
     )
     candidates: int = Field(4, ge=2, le=64, description="tasks to choose from, for each task of a step")
     floor: float = Field(
-        0.1, gt=0, le=1, description="weight of a task whose answers are all alike; 1 draws uniformly"
+        0.1,
+        gt=0,
+        le=1,
+        description="lowest weight of a task, for one whose answers are all alike; 1 draws uniformly",
     )
     prior: float = Field(
         1.0, gt=0, allow_inf_nan=False, description="prior of a pass rate, Beta(prior, prior)"
