@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cloud_cases import SMALL, an_attempt, bill, end, rented_template, tend_until
-from drill_cases import PATIENCE, begin, drill_job, only_run
+from drill_cases import PATIENCE, begin, drill_job, only_run, wait_for_second_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import select
@@ -165,11 +165,7 @@ def test_failure_of_one_machine_ends_attempt_and_next_attempt_resumes(
     first = control.home.attempt(drill.run_id, 1)
     if whom != "task":
         drill.until("running")
-        deadline = time.monotonic() + PATIENCE
-        while not (first / "artifacts" / "checkpoints" / "step-000002").exists():
-            assert time.monotonic() < deadline
-            control.reconciler.reconcile_all()
-            time.sleep(0.05)
+        wait_for_second_checkpoint(control)
     if whom == "machine":
         cloud.inject(key=fleet.machine_key(drill.run_id, 1, rank=1), fault=Fault.HOST_DEATH)
     elif whom == "worker":
