@@ -296,7 +296,7 @@ def find_checkpoint(checkpoint: str) -> Path:
         names = ", ".join(f"{stage.experiment}/{stage.name}" for stage in fitting)
         remedy = f"a stage that makes one: {names}" if names else "name a run that makes one: perilune runs"
         raise RequestError(f"a run of {run.task} makes no checkpoint", where=checkpoint, remedy=remedy)
-    folder = control.directory(run) / plugin.output
+    folder = control.existing_directory(run) / plugin.output
     if not folder.is_dir():
         raise RequestError(
             f"the run is {run.state} and has no final checkpoint",
