@@ -115,10 +115,10 @@ def test_lost_attempt_resumes_from_checkpoint_on_its_machine(
         attempts = list_attempts(control, run_id)
         return attempts[number - 1].state if len(attempts) >= number else ""
 
-    wait_for(lambda: observed_state() == "running", "a worker")
+    files = workspace / run_id / "1"
+    wait_for(lambda: observed_state() == "running" and has_event(files, "waits"), "a waiting task")
     line.cut()
     gate.touch()
-    files = workspace / run_id / "1"
     wait_for(lambda: has_event(files, "hangs"), "two checkpoints")
     claim, keeper = read_claim(files / "runtime"), read_json(workspace / run_id / "claim.1.json")["pid"]
     assert claim is not None

@@ -23,7 +23,7 @@ from perilune.execution.processes import find_marked
 from perilune.files import read_json
 
 INSTALLED = Path(__file__).parent / "installed"  # a distribution with the task "drill"
-PATIENCE = 150.0  # seconds; generous, because the machine may be busy
+PATIENCE = 300.0  # seconds; generous, because the machine may be busy
 QUICK = RetryPolicy(base=0.01)
 
 Command = Callable[..., tuple[int, str, str]]  # the fixture `perilune`: exit code, stdout and stderr

@@ -11,7 +11,7 @@ from forked import context
 
 from perilune.learn.distributed import RENDEZVOUS, join
 
-PATIENCE = 150.0  # seconds; generous, because the machine may be busy
+PATIENCE = 300.0  # seconds; generous, because the machine may be busy
 
 
 def together(work: Callable[..., Any], *arguments: Any, count: int = 2, sharded: bool = False) -> list[Any]:

@@ -48,10 +48,14 @@ class LiveHome:
         """The worker process. It writes heartbeats while its child runs the task."""
         return psutil.Process(json.loads((self.attempt / "runtime" / "claim.json").read_text())["pid"])
 
+    def processes(self) -> list[psutil.Process]:
+        """The command, the worker and their children; children first."""
+        ours = [self.worker, psutil.Process(self.command.pid)]
+        return [child for own in ours for child in own.children(recursive=True)] + ours
+
     def kill(self) -> None:
         """Send SIGKILL to the command, the worker and the task."""
-        ours = [self.worker, psutil.Process(self.command.pid)]
-        for process in [child for own in ours for child in own.children(recursive=True)] + ours:
+        for process in self.processes():
             with suppress(psutil.NoSuchProcess):  # it may have died with its parent
                 process.kill()
         self.command.wait()
@@ -63,7 +67,7 @@ def environment(home: Path) -> dict[str, str]:
     return os.environ | {"PERILUNE_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
 
 
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = 90.0) -> None:
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = 240.0) -> None:
     """Wait until `condition` holds."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -73,10 +77,10 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = 90.0) -> 
 
 @contextmanager
 def training(folder: Path) -> Iterator[LiveHome]:
-    """Start a run in a new home; kill it on exit."""
+    """Start a run in a new home; kill it on exit. It yields the processor to the tests once it trains."""
     (folder / "alive.yaml").write_text(RECIPE)
     command = subprocess.Popen(
-        ["nice", SCRIPT, "run", "alive.yaml"],
+        [SCRIPT, "run", "alive.yaml"],
         cwd=folder,
         env=environment(folder / "home"),
         stdout=(folder / "log").open("wb"),
@@ -86,6 +90,8 @@ def training(folder: Path) -> Iterator[LiveHome]:
     try:
         wait_for(lambda: made.steps() > 2 or command.poll() is not None, "the first steps")
         assert command.poll() is None, (folder / "log").read_text()
+        for process in made.processes():
+            process.nice(10)
         yield made
     finally:
         if command.poll() is None:

@@ -69,8 +69,7 @@ class Drill:
         if spec.how == "link":
             (workspace.artifacts / "link").symlink_to("/etc/hostname")
         for step in range(start, spec.steps):
-            while spec.gate and not Path(spec.gate).exists():
-                time.sleep(0.02)
+            self._wait_at(spec.gate, workspace)
             mine = int(os.environ.get("RANK", "0")) == spec.fail_rank
             if step == spec.fail_at and mine and not (spec.fresh_only and start > 0):
                 self._fail(workspace, spec.how)
@@ -84,6 +83,12 @@ class Drill:
         if spec.how != "nothing" and workspace.leads:
             write_json(workspace.artifacts / "data" / "total.json", {"total": total})
         return {"kind": "dataset", "total": total, "began_at": start}
+
+    def _wait_at(self, gate: str, workspace: Workspace) -> None:
+        if gate and not Path(gate).exists():
+            workspace.event("waits")
+            while not Path(gate).exists():
+                time.sleep(0.02)
 
     def _meet(self) -> None:
         """Wait for the other processes."""
