@@ -125,7 +125,11 @@ class Recipe(Frozen):
     tracking: tuple[SinkName, ...] = Field(
         (), description="trackers that metrics are copied to while stages run"
     )
-    stages: tuple[Stage, ...] = Field(min_length=1, description="the stages to run, in any order")
+    stages: tuple[Stage, ...] = Field(
+        min_length=1,
+        description="the stages to run; a stage runs after those whose output it takes, wherever they are"
+        " in the list",
+    )
 
     @field_validator("resources")
     @classmethod

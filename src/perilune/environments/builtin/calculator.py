@@ -29,7 +29,13 @@ class CalculatorSpec(Frozen):
 
     id: Literal["calculator"] = Field("calculator", description="id of the environment")
     digits: int = Field(2, ge=1, le=4, description="digits of each number")
-    products: int = Field(1, ge=1, le=3, description="products in a question; one more number is added")
+    products: int = Field(
+        1,
+        ge=1,
+        le=3,
+        description="number of products in a question, which adds them and one more number: `37*48+15`"
+        " has one product",
+    )
     turns: int = Field(6, ge=1, le=32, description="maximum turns of an episode")
 
 

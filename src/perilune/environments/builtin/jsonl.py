@@ -21,7 +21,9 @@ class JsonlSpec(Frozen):
     id: Literal["jsonl"] = Field("jsonl", description="id of the environment")
     path: str = Field(description="JSON Lines file, or folder of *.jsonl files, relative to the recipe")
     match: Match | None = Field(
-        "exact", description="how an output is compared with `answer`; null if `rewards` has functions"
+        "exact",
+        description="how an output is compared with the row's `answer`; null: no comparison, and the"
+        " functions in `rewards` score",
     )
     heldout: HeldOut = Field(HeldOut(), description="which rows are reserved for evaluation")
     broken_rows: BrokenRowPolicy = Field(

@@ -56,11 +56,20 @@ class HeldOut(Frozen):
     """The held-out rows: a share of all, those that a column marks, or those of another file."""
 
     share: float = Field(
-        0.1, gt=0, lt=1, description="approximate share of all tasks, chosen by a digest of the prompt"
+        0.1,
+        gt=0,
+        lt=1,
+        description="approximate share of rows that are held out, chosen by a digest of the prompt",
     )
-    column: str | None = Field(None, description="instead of `share`: rows in which this column is `value`")
+    column: str | None = Field(
+        None, description="instead of `share`: hold out the rows in which this column equals `value`"
+    )
     value: str | bool = Field("test", description="value of `column` in held-out rows")
-    path: str | None = Field(None, description="instead of `share`: the rows of this file or folder")
+    path: str | None = Field(
+        None,
+        description="instead of `share`: file or folder with the held-out rows; all rows of the"
+        " environment's `path` are then for training",
+    )
 
     @model_validator(mode="after")
     def _require_one_rule(self) -> HeldOut:

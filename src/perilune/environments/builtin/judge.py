@@ -29,8 +29,8 @@ class JudgeSpec(Frozen):
     tasks: TasksSection = Field(description="section of a single-turn environment with the tasks")
     verify: bool = Field(
         True,
-        description="whether the tasks' verifier, if they have one, scores each answer as well; its score is"
-        " the metric `gold`",
+        description="true: the verifier of the tasks, if there is one, scores each answer too, as the"
+        " metric `gold`",
     )
     url: str = Field(description="URL of an OpenAI-compatible server, with or without /v1")
     model: str = Field(description="the model's name on the server")
@@ -47,7 +47,7 @@ class JudgeSpec(Frozen):
         description="regular expression that finds the grade in the judge's reply; the grade is the first"
         " group of the last match",
     )
-    best: float = Field(10.0, gt=0, description="the highest grade, which has reward 1; 0 has reward 0")
+    best: float = Field(10.0, gt=0, description="the highest grade; the reward is the grade divided by it")
     max_tokens: int = Field(64, ge=1, description="maximum tokens of the judge's reply")
     concurrency: int = Field(16, ge=1, le=256, description="maximum concurrent requests")
 

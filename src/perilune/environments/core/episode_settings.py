@@ -19,14 +19,23 @@ class EpisodeSettings(Frozen):
     max_tokens: int | None = Field(
         None,
         ge=1,
-        description="maximum tokens after the prompt, including the environment's messages; null: twice the"
-        " stage's max_tokens per turn. A turn starts only if all its tokens fit",
+        description="maximum tokens of a multi-turn episode after its prompt, including the environment's"
+        " messages; null: 2 * max_tokens of the stage * maximum turns. A turn starts only if"
+        " max_tokens more tokens fit",
     )
-    seconds: float = Field(10.0, gt=0, description="time limit of one environment step or one scoring")
+    seconds: float = Field(
+        10.0, gt=0, description="time limit of each step of the environment, and of each scoring, in seconds"
+    )
     on_failure: Literal["drop", "stop"] = Field(
-        "drop", description="drop: count failed episodes and leave them out; stop: end the run at the first"
+        "drop",
+        description="drop: count failed episodes and leave them out; stop: end the run at the first failure",
     )
-    max_failures: float = Field(0.5, ge=0, le=1, description="maximum share of failed episodes in a batch")
+    max_failures: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="with on_failure: drop, the share of failed episodes in a batch above which the run ends",
+    )
 
 
 def episode_settings(section: Mapping[str, Any]) -> EpisodeSettings:

@@ -42,20 +42,26 @@ class ContextSettings(Frozen):
     """Rules that shorten the context of a long episode."""
 
     rule: Literal["drop_output", "fold", "summarise", "policy"] = Field(
-        description="drop_output: earlier messages of the environment become '[dropped]'; fold: earlier"
-        " turns are left out; summarise: the policy summarizes them; policy: <fold>text</fold> in an action"
-        " replaces all turns so far by the text"
+        description="drop_output: earlier messages of the environment become `[dropped]`; fold: earlier"
+        " turns are left out; summarise: the policy summarizes earlier turns; policy: the"
+        " policy writes `<fold>TEXT</fold>` in an action, and TEXT replaces all turns so far"
     )
     above: int = Field(
         4000,
         ge=1,
-        description="limit of the messages after the prompt, in characters; the rule applies above it",
+        description="number of characters after the prompt above which the rule applies; the rule policy"
+        " ignores it",
     )
-    last: int = Field(2, ge=0, le=100, description="latest turns that stay as they are")
+    last: int = Field(
+        2,
+        ge=0,
+        le=100,
+        description="number of latest turns that the rule leaves unchanged; the rule policy ignores it",
+    )
     ask: str = Field(
         "Summarise the work so far. From now on you see only the task and this summary.",
         min_length=1,
-        description="message that asks for a summary",
+        description="message that asks for a summary, with rule: summarise",
     )
 
 

@@ -48,7 +48,11 @@ class PartSettings(BaseModel):
 
     id: str = Field(description="id of the part's environment; the part also takes its other keys")
     weight: float = Field(
-        1.0, ge=0, allow_inf_nan=False, description="share of the training tasks; 0: only evaluated"
+        1.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="the part's share of the training tasks is proportional to weight^(1/temperature); 0:"
+        " the part is only evaluated",
     )
     reward_scale: float = Field(
         1.0, gt=0, allow_inf_nan=False, description="factor of the part's rewards in training"
@@ -61,12 +65,14 @@ class MixtureSpec(Frozen):
     id: Literal["mixture"] = Field("mixture", description="id of the environment")
     parts: dict[PartName, PartSettings] = Field(
         min_length=1,
-        description="environments by name; a section also takes `weight`, `reward_scale` and `rewards`",
+        description="sections of environments by name. Each section takes the keys of its environment,"
+        " and also `weight` (default 1), `reward_scale` (default 1) and `rewards`",
     )
     temperature: float = Field(
         1.0,
         gt=0,
-        description="a part's share is proportional to weight^(1/temperature); large values equalize shares",
+        description="a part's share of the training tasks is proportional to weight^(1/temperature);"
+        " large values equalize the shares",
     )
 
     @model_validator(mode="after")

@@ -26,8 +26,9 @@ class PromptingSettings(Frozen):
     few_shot: int | tuple[Example, ...] = Field(
         0,
         union_mode="left_to_right",
-        description="examples before each task: a list of question and answer, or a number of training tasks"
-        " that are shown with their right answers and not trained on",
+        description="examples before each task: a list of sections with `question` and `answer`; or a"
+        " number of training tasks, which are shown with their right answers and not trained"
+        " on",
     )
     format: FormatName | None = Field(
         None,

@@ -31,8 +31,8 @@ class LaunchSpec(Frozen):
     command: tuple[str, ...] = Field(
         ("python", FILE),
         min_length=1,
-        description="the program and its arguments; python is this interpreter, {file} is `file`, and {task}"
-        " is the text of the task",
+        description="the program and its arguments; `python` stands for the interpreter that runs"
+        " Perilune, {file} for `file`, and {task} for the text of the task",
     )
     file: str | None = Field(None, description="script of the program, or a folder that it needs")
     preload: tuple[str, ...] = Field(
@@ -42,16 +42,21 @@ class LaunchSpec(Frozen):
     seconds: float = Field(
         8.0, gt=0, description="time limit of the program for each turn; must be below `episodes.seconds`"
     )
-    memory_mb: int = Field(4096, ge=64, description="address space of each process of the program, MiB")
+    memory_mb: int = Field(
+        4096, ge=64, description="maximum address space of each process of the program, in MiB"
+    )
     parallel: int = Field(4, ge=1, le=256, description="maximum programs that run at the same time")
     on_crash: Literal["zero", "fail"] = Field(
         "zero",
-        description="episode of a program that exits with an error or exceeds `seconds`: reward 0, or failed",
+        description="what happens to an episode whose program exits with an error or exceeds `seconds`:"
+        " zero gives it reward 0, fail counts it as failed. An episode without a turn of the"
+        " policy always fails",
     )
     confined: bool = Field(
         True,
-        description="allow the program only files of Python, of the system and of its own folder, and TCP"
-        " connections only to the gateway",
+        description="true: the program can access only its own folder, `file`, and files of Python and of"
+        " the system, and can open TCP connections only to the gateway to the policy, if it"
+        " has one",
     )
 
 

@@ -37,10 +37,16 @@ class InstructionsSpec(Frozen):
     id: Literal["instructions"] = Field("instructions", description="id of the environment")
     constraints: int = Field(3, ge=1, le=3, description="maximum constraints of a request")
     kinds: tuple[KindName, ...] = Field((), description="kinds of constraints to draw from; empty: all")
-    words: int = Field(60, ge=40, description="maximum words of an answer, which each request states")
+    words: int = Field(
+        60,
+        ge=40,
+        description="maximum words of an answer with a reward above 0. Each request states this number,"
+        " unless it has the constraint max_words",
+    )
     partial: bool = Field(
         False,
-        description="reward the share of satisfied constraints; otherwise 1 if all are satisfied, else 0",
+        description="true: the reward is the share of satisfied constraints; false: 1 if all are"
+        " satisfied, else 0",
     )
 
 

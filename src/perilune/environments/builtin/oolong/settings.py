@@ -17,19 +17,23 @@ class OolongSettings(Frozen):
     """The settings that determine context and questions."""
 
     lengths: tuple[Length, ...] = Field(
-        (32,), min_length=1, description="lengths of contexts; each task draws one of them"
+        (32,),
+        min_length=1,
+        description="lengths of contexts, in the unit `unit`; each context draws one of them",
     )
     unit: Literal["lines", "tokens"] = Field(
         "lines",
-        description="unit of lengths. The number of tokens is estimated: one per word, digit or punctuation"
-        " mark in natural contexts, one per character in compact ones",
+        description="unit of `lengths`. The number of tokens is an estimate: one per word, digit or"
+        " punctuation mark in natural contexts, one per character in compact ones",
     )
-    users: int = Field(8, ge=2, le=1000, description="users who may have lines")
+    users: int = Field(
+        8, ge=2, le=1000, description="number of users among whom the lines of a context are distributed"
+    )
     zipf: float = Field(
         1.0,
         ge=0,
         le=3,
-        description="the share of the n-th busiest user in the lines is proportional to n ** -zipf",
+        description="the n-th most active user writes a share of the lines proportional to n^(-zipf)",
     )
     kinds: tuple[Group, ...] = Field(
         ("counting", "user", "temporal", "pairs"), min_length=1, description="kinds of questions to draw from"

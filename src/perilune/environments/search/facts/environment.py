@@ -31,14 +31,20 @@ class FactsSpec(Frozen):
 
     id: Literal["facts"] = Field("facts", description="id of the environment")
     companies: int = Field(
-        100, ge=4, le=MAX_COMPANIES, description="companies of a corpus, which has six documents for each"
+        100,
+        ge=4,
+        le=MAX_COMPANIES,
+        description="companies in each corpus; a corpus has about six documents per company",
     )
-    corpora: int = Field(4, ge=1, le=1000, description="corpora of each split; no corpus is in both splits")
+    corpora: int = Field(
+        4, ge=1, le=1000, description="number of corpora in each split; no corpus is in both splits"
+    )
     kinds: tuple[Kind, ...] = Field(
         KINDS,
         min_length=1,
-        description="one: a fact; two: a fact about the value of another; count: companies of a city; join:"
-        " those of them that make something",
+        description="kinds of questions. one: the city, product or head of a company; two: the city where"
+        " the head of a company lives; count: the number of companies in a city; join: the"
+        " number of companies in a city that make a given product",
     )
     style: Style = Field("natural", description="compact: a few characters, for character-level models")
 
