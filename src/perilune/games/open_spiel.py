@@ -38,24 +38,29 @@ class OpenSpielSpec(Frozen):
         default_factory=dict, description="the game's settings, e.g. {num_cards: 4}"
     )
     opponent: Literal["self", "random", "mcts", "cfr", "mccfr", "minimax", "rules"] = Field(
-        "self", description="the other players: the policy itself, or a teacher that can play the game"
+        "self",
+        description="who plays the other players: the policy itself, or a teacher that can play the game",
     )
     simulations: int = Field(50, ge=2, le=10_000, description="simulations per move of the opponent mcts")
     illegal_move: Literal["loses", "ends"] = Field(
-        "loses", description="loses: the player gets the game's lowest return; ends: nobody gets a reward"
+        "loses",
+        description="result of an illegal move, which ends the game. loses: its player gets the game's"
+        " lowest return, which the other players share as a gain; ends: nobody gets a reward",
     )
     show_rules: bool = Field(True, description="whether to show the rules to the player")
     list_moves: bool = Field(True, description="whether to show the legal moves to the player")
     random_moves: int = Field(
         0,
         ge=0,
-        description="largest number of random moves before the first turn, drawn for each session: players"
-        " meet positions that they would never choose (exploring starts)",
+        description="maximum number of random moves before the first turn. Each game draws its number"
+        " from 0 to this maximum, so players meet positions that they would never choose"
+        " (exploring starts)",
     )
     history: bool = Field(
         True,
-        description="false: the player sees only the rules and the current state, not its earlier turns. Each"
-        " later turn is a sub-agent's, so set train_sub_agents in stages that train",
+        description="false: the player sees only the rules and the current state, not its earlier turns."
+        " Every turn after its first then counts as a sub-agent's, so set train_sub_agents in"
+        " stages that train",
     )
 
 

@@ -25,10 +25,11 @@ class SuiteSpec(Frozen):
 
     id: Literal["suite"] = Field("suite", description="id of the environment")
     path: str = Field(
-        description="folder that `perilune traces suite` wrote, relative to the recipe; it runs the code of"
-        " its environments, so trust it like a recipe"
+        description="folder that `perilune traces suite` wrote, relative to the recipe. A suite contains"
+        " code of environments, which the stage runs: use only suites that you trust as much"
+        " as a recipe"
     )
-    part: Part = Field("all", description="the cases to evaluate; training uses those that are not held out")
+    part: Part = Field("all", description="the cases to evaluate on; training always uses the shown cases")
 
 
 class SuiteEnvironment(Mixture):

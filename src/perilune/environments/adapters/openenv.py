@@ -32,13 +32,16 @@ class OpenEnvSpec(Frozen):
     prompt: str = Field(description="the prompt of every task; servers don't provide one")
     action: str | None = Field(
         None,
-        description="field of the server's action that takes the policy's text; null: the only required"
-        " field, or, if several are required, the policy writes a JSON object",
+        description="field of the server's action that takes the policy's text. null: the field that the"
+        " server's schema requires; if it does not require exactly one, the policy writes the"
+        " whole action as a JSON object",
     )
     observation: str | None = Field(
         None, description="field of the server's observation to show to the policy; null: all fields as JSON"
     )
-    config: dict[str, Any] = Field(default_factory=dict, description="arguments of a reset besides the seed")
+    config: dict[str, Any] = Field(
+        default_factory=dict, description="arguments of the server's reset, besides the seed"
+    )
     turns: int = Field(16, ge=1, le=1000, description="maximum actions of an episode")
     seconds: float = Field(8.0, gt=0, description="timeout of each request to the server")
 

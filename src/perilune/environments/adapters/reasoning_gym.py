@@ -54,7 +54,8 @@ class ReasoningGymSpec(Frozen):
 
     id: Literal["reasoning_gym"] = Field("reasoning_gym", description="id of the environment")
     task: str = Field(
-        description="a family, such as basic_arithmetic; `perilune environments list reasoning_gym` has all"
+        description="the task family, such as basic_arithmetic; `perilune environments list"
+        " reasoning_gym` lists all"
     )
     config: dict[str, Any] = Field(default_factory=dict, description="the family's own settings")
     prompt: Literal["original", "compact"] = Field(
@@ -64,10 +65,14 @@ class ReasoningGymSpec(Frozen):
         1.0,
         gt=0,
         le=1,
-        description="raw score from which the reward is 1, else 0; null: reward is the raw score",
+        description="lowest raw score that gives reward 1; lower scores give 0. null: the reward is the"
+        " raw score",
     )
     strict: bool = Field(
-        True, description="score only answers that are finished and have the form of an answer"
+        True,
+        description="true: truncated answers and texts without the form of an answer have reward 0, as"
+        " have answers that a second check rejects in families whose scorer is known to accept"
+        " wrong ones",
     )
 
 

@@ -55,14 +55,24 @@ json.dump(results, open({results!r}, "w"))
 class SandboxSpec(Frozen):
     """Limits of one run of the policy's code."""
 
-    seconds: float = Field(2.0, gt=0, le=60, description="time limit; must be below `episodes.seconds`")
-    memory_mb: int = Field(256, ge=16, description="memory of all processes together, MiB")
-    processes: int = Field(4, ge=1, le=64, description="simultaneous processes and threads")
-    scratch_mb: int = Field(4, ge=1, le=256, description="size of the scratch folder, MiB")
+    seconds: float = Field(
+        2.0,
+        gt=0,
+        le=60,
+        description="time limit of each run of the policy's code, in seconds; must be below"
+        " `episodes.seconds`",
+    )
+    memory_mb: int = Field(
+        256, ge=16, description="maximum memory of all processes of a run together, in MiB"
+    )
+    processes: int = Field(4, ge=1, le=64, description="maximum simultaneous processes and threads of a run")
+    scratch_mb: int = Field(4, ge=1, le=256, description="maximum size of the scratch folder, in MiB")
     output: int = Field(2000, ge=64, le=1 << 20, description="characters of output that the policy sees")
     twice: bool = Field(False, description="run all code twice and count differing results as `unsteady`")
     allow_missing: tuple[str, ...] = Field(
-        (), description="sandbox walls that this machine may lack; by default a missing wall is an error"
+        (),
+        description="walls of the sandbox (see `perilune sandbox audit`) that this machine may lack; a"
+        " missing wall that is not listed is an error",
     )
 
     def limits(self) -> SandboxLimits:

@@ -30,23 +30,30 @@ class ExplorationSettings(Frozen):
     )
     tool: prompts.Tool = Field(
         "python",
-        description="python: code, which may ask the model; ask: single questions to the model about a range"
-        " of lines, whose answers enter the agent's context",
+        description="python: the agent writes code, which may ask the model; ask: the agent asks the"
+        " model one question at a time about a range of lines, and each answer enters the"
+        " agent's context",
     )
     turns: int = Field(8, ge=1, le=64, description="maximum turns of each agent that explores")
     depth: int = Field(
         1,
         ge=0,
         le=4,
-        description="how deep asks (calls of the model from code) may be nested. 0: no asks; 1: an ask is a"
-        " single turn; 2: an ask with its own context may explore it with code, and so on",
+        description="how deep asks (questions of an agent to the model) may be nested. 0: no asks; 1:"
+        " each ask is a single turn; 2: a sub-agent that gets a context with its question may"
+        " explore this context, and its own asks are single turns; and so on",
     )
     asks: int = Field(4096, ge=1, le=10_000_000, description="maximum asks of an episode")
     calls_per_block: int = Field(
-        8, ge=1, le=1000, description="maximum calls of ask and ask_all in a block, one after another"
+        8,
+        ge=1,
+        le=1000,
+        description="maximum calls of ask and ask_all in a block of code; an ask_all counts as one call",
     )
     ask_tokens: int | None = Field(
-        None, ge=1, description="maximum tokens of the answer to an ask; null: the stage's max_tokens"
+        None,
+        ge=1,
+        description="maximum tokens of the answer to a single-turn ask; null: the stage's max_tokens",
     )
 
     @model_validator(mode="after")

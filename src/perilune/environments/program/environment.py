@@ -33,13 +33,15 @@ class ProgramSpec(LaunchSpec):
     id: Literal["program"] = Field("program", description="id of the environment")
     branches: bool = Field(
         True,
-        description="a call that does not continue an earlier conversation starts a new one, as a sub-agent;"
-        " false: the episode fails",
+        description="true: a call that does not continue an earlier conversation starts a new one, as a"
+        " sub-agent; false: such a call fails the episode",
     )
     answer: Literal["output", "last_line", "reply"] = Field(
         "output", description="what is scored: the standard output, its last line, or the model's last reply"
     )
-    stop: tuple[str, ...] = Field((), description="texts that end a reply; the program may name only these")
+    stop: tuple[str, ...] = Field(
+        (), description="texts that end a reply; a call whose `stop` has another text fails the episode"
+    )
     turns: int = Field(16, ge=1, le=1000, description="maximum calls of an episode")
 
 

@@ -28,8 +28,9 @@ class EmbeddingsSpec(Frozen):
     token: ServerToken = None
     record: Path | None = Field(
         None,
-        description="absolute path of a JSON Lines file that keeps every embedding, so that replays are the"
-        " same and need no server; null: each process remembers its own",
+        description="absolute path of a JSON Lines file that stores every embedding, so that a replay"
+        " gets the same embeddings without a server; null: each process keeps its embeddings"
+        " in memory",
     )
 
     @field_validator("url")

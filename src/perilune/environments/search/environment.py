@@ -38,26 +38,31 @@ class SearchSpec(Frozen):
     )
     corpus: str | None = Field(
         None,
-        description="JSON Lines file of documents (`text`, and possibly `id` and `title`), relative to the"
-        " recipe; null: the documents of the tasks",
+        description="JSON Lines file of documents, relative to the recipe; each row has `text`, and"
+        " optionally `id` and `title`. null: the documents of the environment in `tasks`",
     )
     embeddings: EmbeddingsSpec | None = Field(
         None, description="server of embeddings that `rerank` uses; null: `rerank` uses BM25"
     )
     mode: prompts.Mode = Field(
         "code",
-        description="code: Python calls the search functions in the sandbox; calls: one function call a turn,"
-        " whose result enters the context",
+        description="code: the policy writes Python, which calls the search functions in the sandbox;"
+        " calls: the policy makes one function call per turn, and the result enters its"
+        " context",
     )
     prompt: prompts.Style = Field(
         "natural",
-        description="compact: a few characters, for tiny models; all text but ';...' is code or a call",
+        description="compact: a few characters, for tiny models; an answer begins with ';', and any other"
+        " text is code or a call",
     )
     turns: int = Field(8, ge=1, le=64, description="maximum turns of an episode")
     searches: int = Field(64, ge=1, le=100_000, description="maximum queries of an episode")
     results: int = Field(20, ge=1, le=1000, description="maximum documents that a query returns")
     calls_per_block: int = Field(
-        8, ge=1, le=1000, description="maximum calls of search, fan_out and rerank in a block, in mode code"
+        8,
+        ge=1,
+        le=1000,
+        description="in mode code, maximum calls of search, fan_out and rerank in a block of code",
     )
     sandbox: SandboxSpec = Field(
         default_factory=SandboxSpec,

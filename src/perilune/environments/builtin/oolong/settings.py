@@ -44,7 +44,7 @@ class OolongSettings(Frozen):
         le=25,
         description="questions to draw for each context; duplicates are removed",
     )
-    most_pairs: int = Field(28, ge=1, le=1000, description="maximum pairs of users in an answer")
+    most_pairs: int = Field(28, ge=1, le=1000, description="maximum number of pairs of users in an answer")
     style: Style = Field(
         "natural",
         description="natural: lines and questions in English; compact: a few characters a line, answer after"

@@ -14,23 +14,38 @@ class TripSettings(Frozen):
 
     places: int = Field(4, ge=1, le=26, description="places to choose from; more than 10 need OR-Tools")
     visits: int = Field(2, ge=1, le=26, description="minimum number of places to visit")
-    must_see: int = Field(1, ge=0, le=26, description="how many of these visits are required places")
-    windows: int = Field(0, ge=0, le=26, description="how many of these visits have a reserved entry time")
+    must_see: int = Field(
+        1, ge=0, le=26, description="number of places that every valid plan must visit; at most `visits`"
+    )
+    windows: int = Field(
+        0, ge=0, le=26, description="number of places with a reserved entry time; at most `visits`"
+    )
     days: int = Field(1, ge=1, le=7, description="days, each of which starts and ends at home")
-    length: int = Field(16, ge=6, le=30, description="steps per day")
+    length: int = Field(16, ge=6, le=30, description="time steps per day")
     slack: int = Field(
-        3, ge=0, le=30, description="maximum steps that a place is open before and after its planned visit"
+        3,
+        ge=0,
+        le=30,
+        description="maximum time steps that a place is open before and after its visit in the plan"
+        " around which the trip is built",
     )
     budget_slack: float = Field(
         0.25,
         ge=0,
         le=10,
-        description="budget beyond the cost of the plan around which the trip is built, as a share of it",
+        description="difference between the budget and the cost of the plan around which the trip is"
+        " built, as a share of that cost",
     )
     map: Literal["street", "plane"] = Field(
-        "street", description="street: places in a row; plane: in two dimensions, with Manhattan distances"
+        "street",
+        description="street: all places lie on a line; plane: places lie in two dimensions, with"
+        " Manhattan distances",
     )
-    effort: float = Field(2.0, gt=0, description="deterministic time limit of OR-Tools per task")
+    effort: float = Field(
+        2.0,
+        gt=0,
+        description="time limit of OR-Tools per task, in its deterministic time units (about seconds)",
+    )
     style: Literal["compact", "words"] = Field(
         "compact", description="compact: a few characters per place, plan after ';'; words: English"
     )

@@ -19,18 +19,27 @@ class WideLookupSpec(Frozen):
         description="number of keys of a task, drawn from this list; each key has its own shard",
     )
     letters: int = Field(
-        8, ge=0, le=4096, description="letters of a shard, among which are its key and value"
+        8,
+        ge=0,
+        le=4096,
+        description="number of small letters in a shard, among which its key and value are hidden",
     )
     turns: int = Field(32, ge=2, le=64, description="maximum turns of the orchestrator")
     notes: Literal["kept", "last"] = Field(
-        "kept", description="notes of the orchestrator that count: all, or only those of its last action"
+        "kept",
+        description="notes of the orchestrator that count. kept: all; last: only those of its last action",
     )
     critical_budget: int | None = Field(
-        None, ge=1, description="maximum critical steps of a successful episode; null: no limit"
+        None,
+        ge=1,
+        description="maximum critical steps (rounds of turns that run at the same time) for reward 1;"
+        " null: no limit",
     )
     sub_agents: int = Field(
-        16, ge=0, le=256, description="maximum sub-agents of an episode; further ones never run"
+        16,
+        ge=0,
+        le=256,
+        description="maximum sub-agents that run in an episode; any more that the orchestrator spawns do"
+        " not start",
     )
-    sub_agent_turns: int = Field(
-        4, ge=1, le=64, description="turns after which a sub-agent that has not ended is stopped"
-    )
+    sub_agent_turns: int = Field(4, ge=1, le=64, description="maximum turns of a sub-agent")
