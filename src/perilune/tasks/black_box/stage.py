@@ -43,30 +43,41 @@ class BlackBoxSpec(Frozen):
     """Fields of a black_box stage."""
 
     source: Annotated[str, NamesPath()] = Field(
-        description="a folder, a git repository, or a repository's URL"
+        description="source of the program: a folder, a git repository, or a repository's URL"
     )
-    commit: str | None = Field(None, description="for a repository: the 40 digits of the commit to run")
+    commit: str | None = Field(
+        None, description="for a repository: the commit to run, as 40 hexadecimal digits"
+    )
     origin: str = Field("", description="the original source; filled in when the bundle is made")
     command: tuple[str, ...] = Field(
         min_length=1,
         description="argument list; {seed}, {outputs}, {threads}, {checkpoint} and {data} are filled in",
     )
     requirements: tuple[str, ...] | str = Field(
-        (), description="packages as name==version, or a lock file in the source; for its virtual environment"
+        (),
+        description="packages of the program's virtual environment: a list of name==version, or the path"
+        " of a lock file in the source",
     )
     checkpoint: Annotated[str | None, Consumes("checkpoint")] = Field(
-        None, description="stage whose model the program receives"
+        None, description="stage whose model the program receives, as the folder {checkpoint}"
     )
     data: Annotated[str | None, Consumes("dataset")] = Field(
-        None, description="stage whose traces the program receives"
+        None, description="stage whose traces the program receives, as the folder {data}"
     )
     outputs: tuple[str, ...] = Field(
-        (), description="patterns of further files to keep, besides all files in {outputs}"
+        (),
+        description="patterns of files in the program's working folder to keep, besides all files in"
+        " {outputs}",
     )
     figures: dict[str, str] = Field(
-        {}, description="figures of the summary: FILE#KEY.KEY, from a JSON file among the outputs"
+        {},
+        description="figures of the summary by name, each as FILE#KEY.KEY: a number in a JSON file among"
+        " the outputs",
     )
-    metrics: str | None = Field(None, description="JSON Lines among the outputs with `step` and figures")
+    metrics: str | None = Field(
+        None,
+        description="JSON Lines file among the outputs; each line has a `step`, and metrics of that step",
+    )
 
     @field_validator("outputs")
     @classmethod

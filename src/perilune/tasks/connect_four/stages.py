@@ -32,16 +32,22 @@ class ConnectFourJudgeSpec(Frozen):
 
     player: Annotated[str, Consumes("player")] = Field(description="stage whose player to evaluate")
     simulations: tuple[int, ...] = Field(
-        (0, 100), min_length=1, description="search simulations per move, evaluated one by one; 0: no search"
+        (0, 100),
+        min_length=1,
+        description="numbers of search simulations per move; the player is evaluated with each of them."
+        " 0: no search",
     )
     positions: int = Field(10, ge=2, description="positions per ply in which the solver evaluates every move")
     first_ply: int = Field(
         12,
         ge=8,
         le=40,
-        description="stones in the earliest of these positions, and in openings against `perfect`",
+        description="number of stones in the earliest of the `positions`, and in openings against the"
+        " opponent `perfect`",
     )
-    games: int = Field(100, ge=2, description="games against each opponent; each opening from both sides")
+    games: int = Field(
+        100, ge=2, description="games against each opponent; each opening is played from both sides"
+    )
     opponents: tuple[Opponent, ...] = Field(
         ("random", "one_ply", "foresight_2", "foresight_4", "perfect"), description="opponents to play"
     )

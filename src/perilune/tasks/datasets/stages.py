@@ -30,7 +30,7 @@ class CollectSpec(Frozen):
     )
     options: dict[str, Any] = Field({}, description="further options of the teacher, by name")
     system: dict[str, str] = Field(
-        {}, description="system message before the traces of a strategy, by the strategy's name"
+        {}, description="system messages by strategy; each precedes the prompt in the traces of that strategy"
     )
     traces: int = Field(20_000, ge=1, le=10_000_000, description="verified traces to make")
 
@@ -42,14 +42,26 @@ class RejectionSamplingSpec(SamplingSpec):
     system: str = Field("", description="system message while sampling; the traces don't contain it")
     tasks: int = Field(1024, ge=1, le=MAX_TASKS, description="training tasks to answer")
     samples: int = Field(
-        4, ge=1, le=MAX_SAMPLES, description="answers per task; the most likely right one is kept"
+        4,
+        ge=1,
+        le=MAX_SAMPLES,
+        description="answers per task; of the right ones, the one with the highest mean log-prob is kept",
     )
-    ngram: int = Field(8, ge=2, description="consecutive characters copied from `system` that make a leak")
-    phrases: tuple[str, ...] = Field(PHRASES, description="phrases about instructions that make a leak too")
+    ngram: int = Field(
+        8,
+        ge=2,
+        description="an answer that copies this many consecutive characters from `system`, spaces not"
+        " counted, is a leak and is dropped",
+    )
+    phrases: tuple[str, ...] = Field(
+        PHRASES,
+        description="phrases about instructions; with `system`, an answer that has one of them is a leak too",
+    )
     min_logprob: float | None = Field(
         None,
         lt=0,
-        description="lowest log-prob in nats that a token may have without `system`; null: no limit",
+        description="answers are dropped if a token has a lower log-prob without `system`, in nats; null:"
+        " no limit",
     )
 
 
@@ -61,12 +73,14 @@ class PairsSpec(SamplingSpec):
     skip: int = Field(0, ge=0, description="training tasks to skip first")
     samples: int = Field(8, ge=2, le=MAX_SAMPLES, description="answers per task")
     pairs_per_task: int = Field(1, ge=1, description="maximum pairs of one task; an answer is in at most one")
-    gap: float = Field(0.5, gt=0, description="smallest difference of rewards in a pair")
+    gap: float = Field(0.5, gt=0, description="minimum difference between the rewards of a pair")
     most_alike: float = Field(
-        1.0, gt=0, le=1, description="largest share of characters that the texts of a pair may have in common"
+        1.0, gt=0, le=1, description="maximum share of characters that the two texts of a pair have in common"
     )
     length_gap: int | None = Field(
-        None, ge=0, description="largest difference of lengths in a pair, in tokens; null: no limit"
+        None,
+        ge=0,
+        description="maximum difference between the lengths of a pair's answers, in tokens; null: no limit",
     )
 
 

@@ -16,16 +16,25 @@ EXAMPLES = 3  # solved examples before each task of another environment
 class ForgettingSettings(Frozen):
     """The measurements of the checkpoint before and after a stage, besides its own task."""
 
-    passages: int = Field(PASSAGES, ge=0, le=PASSAGES, description="passages of English text; 0: none")
+    passages: int = Field(
+        PASSAGES,
+        ge=0,
+        le=PASSAGES,
+        description="passages of English text for the perplexity; 0: it is not measured",
+    )
     environments: tuple[str, ...] = Field(
         ("reasoning_gym/letter_counting", "reasoning_gym/number_sorting"),
-        description="environments for pass@1, with their families; the trained one is left out",
+        description="environments for pass@1, as ID/FAMILY; the recipe's own environment is left out",
     )
     tasks: int = Field(
-        16, ge=0, le=MAX_TASKS, description="held-out tasks of each, and for the KL to the start; 0: none"
+        16,
+        ge=0,
+        le=MAX_TASKS,
+        description="held-out tasks of each of these environments, and of the recipe's own for the KL to"
+        " the initial policy; 0: neither is measured",
     )
     samples: int = Field(2, ge=1, le=MAX_SAMPLES, description="answers per task")
-    max_tokens: int = Field(64, ge=1, description="maximum tokens of these answers")
+    max_tokens: int = Field(64, ge=1, description="maximum tokens of each of these answers")
 
     def sections(self, own: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the sections of the environments that differ from `own`, that of the recipe, if it has one.

@@ -23,15 +23,25 @@ class CalibrateSpec(SamplingSpec):
     """Fields of a calibrate stage."""
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(
-        description="stage whose checkpoint samples and gives the values"
+        description="stage whose checkpoint samples the answers and estimates the values of their prefixes"
     )
     tasks: int = Field(64, ge=2, le=MAX_TASKS, description="held-out tasks")
     samples: int = Field(4, ge=1, le=MAX_SAMPLES, description="answers per task")
-    continuations: int = Field(16, ge=2, description="continuations sampled from each prefix of an answer")
+    continuations: int = Field(
+        16,
+        ge=2,
+        description="continuations sampled from each prefix of an answer, for the Monte Carlo values",
+    )
     process_rewards: ProcessRewardField = Field(
         AnswerValues(), description="process rewards to calibrate: `answer`, or a section with that name"
     )
-    token_budget: int = Field(4096, ge=1, description="maximum tokens of a forward pass; limits memory")
+    token_budget: int = Field(
+        4096,
+        ge=1,
+        description="maximum tokens of a forward pass, which limits its memory; a longer sequence has a"
+        " pass of its own. Default for a pretrained model: by the memory that a pass takes,"
+        " 512 to 16384",
+    )
 
     @model_validator(mode="after")
     def _check_process_rewards(self) -> CalibrateSpec:

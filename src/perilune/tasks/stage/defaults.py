@@ -223,6 +223,7 @@ class ForgettingSpec(ModelDefaults):
 
     forgetting: ForgettingSettings | Literal[False] = Field(
         False,
-        description="measure forgetting by the perplexity of text, pass@1 in other environments, and KL to"
-        " the initial policy; false: do not measure it, the default for new models",
+        description="measure forgetting before and after the stage: perplexity of text, pass@1 in other"
+        " environments, and KL to the initial policy. false: do not measure it. Default: false"
+        " for new models, the section's defaults for pretrained ones",
     )

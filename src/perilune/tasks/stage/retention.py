@@ -29,8 +29,8 @@ class Keep(Frozen):
     last: int = Field(1, ge=1, description="number of newest checkpoints to keep, counting the final one")
     best: str | None = Field(
         None,
-        description="metric by which to keep the best checkpoint too: the one with the highest value, or the"
-        " lowest value of loss or nll",
+        description="metric by which the best checkpoint is kept too: that with the highest value, or"
+        " with the lowest value of a loss or nll",
     )
     optimizer: bool = Field(
         False, description="keep the optimizer state beside the final weights, for restore_optimizer"

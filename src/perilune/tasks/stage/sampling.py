@@ -28,8 +28,15 @@ if TYPE_CHECKING:
 class SamplingSpec(ModelDefaults):
     """Fields of every stage that samples answers."""
 
-    max_tokens: int = Field(64, ge=1, description="maximum tokens of an answer")
-    temperature: float = Field(1.0, gt=0, description="sampling temperature; log-probs use it too")
+    max_tokens: int = Field(
+        64,
+        ge=1,
+        description="maximum tokens of an answer, or of each turn of an episode. Default for a pretrained"
+        " model: 256, at most half of its positions",
+    )
+    temperature: float = Field(
+        1.0, gt=0, description="sampling temperature; log-probs are those at this temperature"
+    )
 
     def params(self, stop_token_ids: tuple[int, ...], *, greedy: bool = False) -> SamplingParams:
         """Return the engine's sampling parameters; `greedy` sets the temperature to 0."""
@@ -42,7 +49,10 @@ class RecordingSpec(SamplingSpec):
     """Fields of the stages that record the episodes they sample."""
 
     top_logprobs: int = Field(
-        0, ge=0, le=20, description="most likely tokens to record at each position, for the report; 0: none"
+        0,
+        ge=0,
+        le=20,
+        description="number of most likely tokens to record at each position, for the report; 0: none",
     )
 
     def params(self, stop_token_ids: tuple[int, ...], *, greedy: bool = False) -> SamplingParams:
@@ -71,7 +81,7 @@ class ServerSpec(Frozen):
 class OpenVinoSpec(Frozen):
     """The fields of a stage's `engine` section for OpenVINO."""
 
-    name: Literal["openvino"] = Field("openvino", description="compute with OpenVINO")
+    name: Literal["openvino"] = Field("openvino", description="kind of engine: compute with OpenVINO")
     device: str = Field(
         "CPU", description="CPU, GPU, NPU, or another device that `perilune doctor` lists; AUTO prefers a GPU"
     )
@@ -80,7 +90,9 @@ class OpenVinoSpec(Frozen):
     )
     cache: Literal["float32", "u8"] = Field("float32", description="how the engine stores keys and values")
     precision: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="precision of the engine's products; lower ones widen the gap to the learner"
+        "float32",
+        description="precision of the engine's matrix products; a lower precision widens the gap between"
+        " its log-probs and the learner's",
     )
 
     def runner(self) -> OpenVino:
@@ -95,8 +107,8 @@ class TrainedServerSpec(ServerSpec):
 
     precision: Literal["float32", "bfloat16"] = Field(
         "bfloat16",
-        description="only in an rl stage: precision of the server's products, which bounds how much its"
-        " log-probs may differ from the learner's",
+        description="only in an rl stage: precision of the server's matrix products, which determines how"
+        " much its log-probs may differ from the learner's",
     )
     sleep: bool = Field(
         False,
