@@ -33,33 +33,49 @@ class OffPolicySettings(Frozen):
 
     proximal: Literal["sampler", "learner"] = Field(
         "sampler",
-        description="policy in the denominator of the surrogate's ratio; learner costs a forward pass",
+        description="policy in the denominator of the surrogate's ratio. sampler: the policy that"
+        " sampled; learner: the policy at the beginning of the batch (pi_old), which costs a"
+        " forward pass",
     )
     weight: Literal["none", "truncate", "mask"] = Field(
-        "none", description="how to bound the weight pi_old / pi_sampler: truncate it, or mask the token"
+        "none",
+        description="weight pi_old / pi_sampler of each token, with proximal: learner. none: 1; truncate:"
+        " at most the highest of `bounds`; mask: 0 outside `bounds`",
     )
     level: Level = Field(
-        "token", description="compute the weight per token, or per answer as a product or geometric mean"
+        "token",
+        description="compute the weight per token, or per answer as the product or the geometric mean of"
+        " its tokens' ratios",
     )
-    bounds: tuple[float, float] = Field((0.0, 2.0), description="lowest and highest weight")
+    bounds: tuple[float, float] = Field(
+        (0.0, 2.0), description="lowest and highest weight; truncate uses only the highest"
+    )
     reject: Literal["none", "sequence-product", "sequence-geometric", "sequence-k3"] = Field(
-        "none", description="leave out answers whose ratio (or k3) is outside reject_bounds"
+        "none",
+        description="leave out answers outside reject_bounds, by the product or the geometric mean of"
+        " their tokens' ratios pi_old / pi_sampler, or by their mean k3",
     )
     reject_bounds: tuple[float, float] = Field(
-        (0.999, 1.001), description="lowest and highest allowed value of the quantity in `reject`"
+        (0.999, 1.001),
+        description="lowest and highest value of the quantity in `reject` at which an answer is kept",
     )
     mask_negative: float | None = Field(
         None,
-        description="ignore answers with a negative advantage and a larger mean log(pi_sampler / pi_old)",
+        description="ignore answers with a negative advantage whose mean of log(pi_sampler / pi_old) over"
+        " tokens is above this number; null: off",
     )
     max_staleness: int | None = Field(
-        None, ge=0, description="ignore tokens sampled by weights that are older than this many updates"
+        None,
+        ge=0,
+        description="ignore tokens that were sampled with weights more than this many updates old; null:"
+        " no limit",
     )
     ess_target: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="effective share of samples below which lr is scaled by sqrt(share / target)",
+        description="threshold for share = effective sample size / number of answers; below it, lr is"
+        " multiplied by sqrt(share / ess_target). null: off",
     )
 
     @model_validator(mode="after")

@@ -34,12 +34,23 @@ class ProcessRewardSettings(Frozen):
 
     role: Literal["bonus", "advantage", "trace", "reward"] = Field(
         "bonus",
-        description="bonus: add to the algorithm's advantage; advantage: replace it by VinePPO's r + V' - V;"
-        " trace: replace it by each segment's return minus the mean of its answer; reward: token-level"
-        " rewards, for ppo, reinforce_pp, reinforce_pp_baseline and gigpo",
+        description="use of the process rewards. bonus: add them to the algorithm's advantages;"
+        " advantage: replace the advantages by VinePPO's r + V' - V; trace: replace the"
+        " advantage of each segment by its return minus the mean return of the segments of its"
+        " answer; reward: token-level rewards, for ppo, reinforce_pp, reinforce_pp_baseline"
+        " and gigpo",
     )
-    weight: float = Field(0.2, gt=0, description="coefficient of a bonus, or of rewards beside the outcome")
-    dead_only: bool = Field(False, description="add the bonus only to groups whose rewards are all equal")
+    weight: float = Field(
+        0.2,
+        gt=0,
+        description="coefficient of the process rewards in the roles bonus and reward; the other roles"
+        " ignore it",
+    )
+    dead_only: bool = Field(
+        False,
+        description="use the process rewards only in groups whose rewards are all equal; role: reward"
+        " ignores it",
+    )
     segments: SegmentSettings = Field(SegmentSettings(), description="how answers are split into segments")
 
     def describe(self) -> str:
@@ -52,18 +63,22 @@ class AnswerValues(ProcessRewardSettings):
 
     name: Literal["answer"] = Field("answer", description="method that estimates the value of a prefix")
     lead: str | None = Field(
-        None, description="text that makes the policy answer at once; by default the environment's"
+        None,
+        description="text after a prefix that makes the policy answer at once; default: the environment's"
+        " text",
     )
     floor: float | None = Field(
         None,
         lt=0,
-        description="use the mean log-prob, with this lower bound, in place of its exponential",
+        description="value of a prefix. null: exp(V), where V is the mean log-prob of the right answer's"
+        " tokens, in nats; a number: V with this lower bound, divided by -floor",
     )
     guessable: float = Field(
         0.5,
         gt=0,
         le=1,
-        description="no process rewards if the answer is more probable than this before the first segment",
+        description="an episode gets no process rewards if exp(V), as in `floor`, exceeds this before the"
+        " first segment",
     )
 
 
@@ -73,7 +88,9 @@ class MonteCarloValues(ProcessRewardSettings):
     name: Literal["montecarlo"] = Field(
         "montecarlo", description="method that estimates the value of a prefix"
     )
-    role: Literal["bonus", "advantage", "trace", "reward"] = Field("advantage", description="as for answer")
+    role: Literal["bonus", "advantage", "trace", "reward"] = Field(
+        "advantage", description="as `role` of process_rewards: answer"
+    )
     continuations: int = Field(9, ge=1, description="continuations sampled from each prefix")
 
     def describe(self) -> str:

@@ -23,17 +23,23 @@ class AlgorithmSettings(Frozen):
     kl: float = Field(0.0, ge=0, description="coefficient of the KL to the initial policy; 0 is off")
     kl_estimator: KLEstimator = Field(
         "k3",
-        description="k3 has the gradient of KL(initial, policy), k2 that of KL(policy, initial), k3_corrected"
-        " the same as k2 off-policy too (TRL's default); k1_reward subtracts the KL from the rewards",
+        description="estimator of the KL. k3: a loss with the gradient of KL(initial, policy); k2: a loss"
+        " with the gradient of KL(policy, initial) on-policy; k3_corrected: a loss with the"
+        " gradient of KL(policy, initial) off-policy too (the default of TRL 1.16); k1_reward:"
+        " subtract the KL from the rewards",
     )
     updates_per_batch: int = Field(
-        1, ge=1, description="number of minibatches of a batch of episodes, with one optimizer step each"
+        1,
+        ge=1,
+        description="number of minibatches into which a batch of episodes is split; each gives one"
+        " optimizer step per epoch",
     )
-    epochs_per_batch: int = Field(1, ge=1, description="number of passes over a batch of episodes")
+    epochs_per_batch: int = Field(1, ge=1, description="number of passes over each batch of episodes")
     off_policy: OffPolicySettings | None = Field(
         None,
-        description="corrections for samples of another policy; by default none on a CPU, truncated weights"
-        " on other devices and in asynchronous training",
+        description="corrections for samples of another policy. Default: none on a CPU; truncated weights"
+        " (proximal: learner, weight: truncate) on other devices, with a server as engine, and"
+        " in asynchronous training, which also sets max_staleness",
     )
 
 
@@ -79,21 +85,33 @@ class OptimizerSettings(Frozen):
     """AdamW and its learning rate."""
 
     lr: float | None = Field(
-        None, gt=0, description="peak learning rate; the default depends on the task and the model"
+        None, gt=0, description="peak learning rate; the default depends on the task, the model and `lora`"
     )
-    warmup: int = Field(10, ge=0, description="training steps of linear warm-up")
+    warmup: int = Field(
+        10,
+        ge=0,
+        description="steps of linear warm-up; in flywheel, optimizer steps. Default for a pretrained"
+        " model: a tenth of the steps, at most 20",
+    )
     schedule: Literal["cosine", "linear", "constant"] = Field(
         "cosine",
-        description="decay of the learning rate to final_lr after the warm-up; constant ignores final_lr",
+        description="decay of the learning rate after the warm-up, from the peak to final_lr times the"
+        " peak; constant ignores final_lr",
     )
     final_lr: float = Field(
-        1.0, ge=0, le=1, description="last learning rate divided by the peak; 1 is constant"
+        1.0, ge=0, le=1, description="final learning rate divided by the peak; 1: no decay"
     )
     beta2: float = Field(0.99, gt=0, lt=1, description="decay rate of AdamW's second moments")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay, for matrices only")
-    grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
+    grad_clip: float = Field(
+        1.0, gt=0, description="maximum norm of the gradient; a larger gradient is scaled down to it"
+    )
     token_budget: int = Field(
-        4096, ge=1, description="tokens per forward pass, which determine the memory needed"
+        4096,
+        ge=1,
+        description="maximum tokens of a forward pass, which limits its memory; a longer sequence has a"
+        " pass of its own. Default for a pretrained model: by the memory that a pass takes,"
+        " 512 to 16384",
     )
 
     @property
@@ -129,10 +147,12 @@ class LoRASettings(Frozen):
     targets: tuple[LoRATarget, ...] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         min_length=1,
-        description="linear maps that get an adapter, in the layers that have them",
+        description="linear layers that get an adapter; a layer of the model may lack some of them",
     )
     base: Literal["float32", "bfloat16", "int8"] = Field(
-        "float32", description="precision of the frozen matrices; rounding changes the initial policy"
+        "float32",
+        description="precision of the frozen matrices; bfloat16 and int8 round them, which changes the"
+        " initial policy",
     )
 
     def check(self, config: DecoderConfig) -> None:
@@ -175,8 +195,8 @@ class LearnerSettings(OptimizerSettings):
     )
     restore_optimizer: bool = Field(
         False,
-        description="start with AdamW's second moments from the stage that made the checkpoint; they have the"
-        " scale of its loss",
+        description="start with AdamW's second moments of the stage that made the checkpoint, which must"
+        " set keep.optimizer; their scale is that of the loss of that stage",
     )
 
     def describe_learning(self) -> dict[str, str]:

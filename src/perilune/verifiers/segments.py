@@ -28,13 +28,19 @@ class SegmentSettings(Frozen):
 
     cut: Literal["text", "length", "surprise"] = Field(
         "text",
-        description="text: after separators; length: every `least` tokens; surprise: before unlikely tokens",
+        description="where segments end. text: after separators; length: every `least` tokens; surprise:"
+        " before the least likely tokens",
     )
     separators: list[Annotated[str, Field(min_length=1)]] = Field(
         ["\n"], min_length=1, description="texts that end a segment"
     )
-    least: int = Field(4, ge=1, description="minimum tokens of a segment; with cut: length, the exact number")
-    most: int = Field(24, ge=2, description="maximum segments of an answer")
+    least: int = Field(4, ge=1, description="minimum tokens of a segment")
+    most: int = Field(
+        24,
+        ge=2,
+        description="maximum segments of an answer; beyond it, text and length keep evenly spaced ends,"
+        " and surprise those before the least likely tokens",
+    )
 
 
 def segment_boundaries(
