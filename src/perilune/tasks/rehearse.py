@@ -19,7 +19,9 @@ from perilune.frozen import Frozen
 class RehearseSpec(Frozen):
     """Fields of a rehearse stage."""
 
-    steps: int = Field(10, ge=1, description="numbers to add up; a checkpoint follows each")
+    steps: int = Field(
+        10, ge=1, description="number of steps, each of which adds one number and writes a checkpoint"
+    )
     step_seconds: float = Field(0.1, ge=0, description="duration of a step in seconds")
 
 

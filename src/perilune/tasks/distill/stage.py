@@ -33,22 +33,49 @@ class DistillSpec(EvaluatedSpec, LearnerSettings, SamplingSpec, ForgettingSpec):
     )
     system: str = Field("", description="system message for the teacher only; empty: none")
     loss: Literal["reverse_kl", "reverse_topk", "forward_topk", "gkd"] = Field(
-        "reverse_kl", description="reverse_kl (policy gradient), reverse_topk, forward_topk or gkd"
+        "reverse_kl",
+        description="divergence to minimize. reverse_kl: KL(student, teacher) at the sampled tokens, by"
+        " policy gradient; reverse_topk: KL(student, teacher) on the student's k likeliest"
+        " tokens; forward_topk: KL(teacher, student) on the teacher's k likeliest tokens; gkd:"
+        " generalized Jensen-Shannon divergence",
     )
-    k: int = Field(16, ge=1, description="tokens of the top-k losses and of the overlap metrics")
-    beta: float = Field(0.5, ge=0, le=1, description="for gkd: 0 is the forward KL, 1 the reverse KL")
-    coefficient: float = Field(1.0, gt=0, description="weight of the teacher's advantages in reverse_kl")
+    k: int = Field(16, ge=1, description="number of tokens in the top-k losses and in the overlap metrics")
+    beta: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="only for gkd: 0 is KL(teacher, student), 1 is KL(student, teacher), and values"
+        " between interpolate",
+    )
+    coefficient: float = Field(
+        1.0, gt=0, description="only for reverse_kl: weight of the advantages from the teacher"
+    )
     task_reward: float = Field(
-        0.0, ge=0, description="weight of the verifier's group-centred rewards in reverse_kl; 0: none"
+        0.0,
+        ge=0,
+        description="only for reverse_kl: weight of advantages from the verifier's rewards, each minus"
+        " the mean of its group; 0: none",
     )
     data: Annotated[str | None, Consumes("dataset")] = Field(
-        None, description="stage whose traces replace the student's answers in some steps"
+        None,
+        description="stage whose traces replace the student's answers in steps that are not on-policy;"
+        " needs on_policy below 1",
     )
-    on_policy: float = Field(1.0, ge=0, le=1, description="share of steps on the student's own answers")
+    on_policy: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="probability that a step trains on the student's own answers; other steps train on"
+        " `data`",
+    )
     steps: int = Field(100, ge=1, description="optimizer steps")
-    prompts: int = Field(32, ge=1, le=MAX_TASKS, description="tasks per step")
+    prompts: int = Field(
+        32, ge=1, le=MAX_TASKS, description="tasks per step. Default for a pretrained model: 16"
+    )
     samples: int = Field(4, ge=1, le=MAX_SAMPLES, description="answers per task")
-    final_lr: float = Field(0.1, ge=0, le=1, description="final learning rate / peak; 1 is constant")
+    final_lr: float = Field(
+        0.1, ge=0, le=1, description="final learning rate divided by the peak; 1: no decay"
+    )
 
     @model_validator(mode="after")
     def _check_data_and_loss(self) -> DistillSpec:

@@ -32,11 +32,19 @@ class SamplingOptions(Frozen):
     """The tokens that an evaluation samples from."""
 
     top_p: float = Field(
-        1.0, gt=0, le=1, description="sample from the likeliest tokens with this total probability; 1: all"
+        1.0,
+        gt=0,
+        le=1,
+        description="sample from the smallest set of likeliest tokens with at least this total"
+        " probability; 1: all",
     )
     top_k: int = Field(0, ge=0, description="sample from this many of the likeliest tokens; 0: all")
     min_p: float = Field(
-        0.0, ge=0, le=1, description="leave out tokens below this share of the likeliest one's probability"
+        0.0,
+        ge=0,
+        le=1,
+        description="sample from tokens with at least this share of the likeliest token's probability; 0:"
+        " all",
     )
 
 
@@ -47,12 +55,14 @@ class EvaluateSpec(RecordingSpec):
         description="stage whose checkpoint to evaluate"
     )
     tasks: int = Field(128, ge=1, le=MAX_TASKS, description="held-out tasks")
-    samples: int = Field(8, ge=1, le=MAX_SAMPLES, description="samples per task, for pass@k up to this k")
+    samples: int = Field(
+        8, ge=1, le=MAX_SAMPLES, description="samples per task; pass@k is computed for k up to this number"
+    )
     sampling: SamplingOptions = Field(
         SamplingOptions(), description="restricts sampling to likely tokens, as model cards recommend"
     )
     sub_agent_checkpoint: Annotated[str | None, Consumes("checkpoint")] = Field(
-        None, description="stage whose checkpoint samples the turns of sub-agents; null: the same checkpoint"
+        None, description="stage whose checkpoint samples the turns of sub-agents; null: that of `checkpoint`"
     )
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="precision of matrix products; on a GPU, bfloat16 is faster"
@@ -61,8 +71,8 @@ class EvaluateSpec(RecordingSpec):
     system: str = Field("", description="system message before each task; empty: none")
     engine: EngineField = Field(
         None,
-        description="sampling engine: openvino, or a server with the weights, for which the checkpoint gives"
-        " only the tokenizer; null: Perilune's own engine",
+        description="sampling engine: openvino, or a server that has the weights already, so that only"
+        " the tokenizer of `checkpoint` is used; null: Perilune's own engine",
     )
 
     @model_validator(mode="after")

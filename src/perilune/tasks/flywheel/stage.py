@@ -29,13 +29,20 @@ class FlywheelSpec(TrainingSpec, LearnerSettings, SamplingSpec, ForgettingSpec):
     """Fields of a flywheel stage."""
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="checkpoint to start from")
-    steps: int = Field(4, ge=1, description="maximum rounds; the stage stops after a round without a gain")
+    steps: int = Field(
+        4, ge=1, description="maximum number of rounds; the stage stops earlier after a round without a gain"
+    )
     tasks: int = Field(1024, ge=1, le=MAX_TASKS, description="new training tasks per round")
     samples: int = Field(
-        4, ge=1, le=MAX_SAMPLES, description="answers per task; the most likely right one is kept"
+        4,
+        ge=1,
+        le=MAX_SAMPLES,
+        description="answers per task; of the right ones, the one with the highest mean log-prob is kept",
     )
     updates: int = Field(100, ge=1, description="optimizer steps per round, on the traces of all rounds")
-    batch_size: int = Field(64, ge=1, le=MAX_TASKS, description="traces per optimizer step")
+    batch_size: int = Field(
+        64, ge=1, le=MAX_TASKS, description="traces per optimizer step. Default for a pretrained model: 16"
+    )
     heldout: int = Field(256, ge=2, le=MAX_TASKS, description="held-out tasks to evaluate each round on")
     save_every: int = Field(1, ge=1, description="rounds between checkpoints to resume from")
 

@@ -12,24 +12,30 @@ class CurriculumSettings(Frozen):
 
     by: Literal["difficulty", "environment", "task"] = Field(
         "difficulty",
-        description="estimate one pass rate per environment and difficulty, per environment (a part of a"
-        " mixture), or per task",
+        description="tasks that share an estimated pass rate. difficulty: those of an environment with"
+        " the same difficulty; environment: all of an environment, or of a part of a mixture;"
+        " task: none, since each task has its own",
     )
-    candidates: int = Field(4, ge=2, le=64, description="tasks to choose from, for each task of a step")
+    candidates: int = Field(
+        4, ge=2, le=64, description="number of candidate tasks for each task that a step draws"
+    )
     floor: float = Field(
         0.1,
         gt=0,
         le=1,
-        description="lowest weight of a task, for one whose answers are all alike; 1 draws uniformly",
+        description="lowest weight of a task in the draw, when all its answers are right or all are"
+        " wrong. The highest is 1, so a floor of 1 draws uniformly",
     )
     prior: float = Field(
-        1.0, gt=0, allow_inf_nan=False, description="prior of a pass rate, Beta(prior, prior)"
+        1.0, gt=0, allow_inf_nan=False, description="the prior of each pass rate is Beta(prior, prior)"
     )
     decay: float = Field(
-        0.9, gt=0, le=1, description="factor by which each step reduces the counts of earlier answers"
+        0.9, gt=0, le=1, description="factor by which each step multiplies the counts of earlier answers"
     )
     importance_weight: bool = Field(
-        False, description="weigh each group by the inverse of its probability: the uniform objective"
+        False,
+        description="weight each group by the inverse of its probability in the draw, which restores the"
+        " objective of uniform draws",
     )
 
     def describe(self) -> str:

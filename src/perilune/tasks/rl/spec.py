@@ -41,14 +41,20 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="checkpoint to start from")
     steps: int = Field(100, ge=1, description="training steps; each samples a batch of episodes")
-    prompts: int = Field(32, ge=1, le=MAX_TASKS, description="tasks per step")
+    prompts: int = Field(
+        32, ge=1, le=MAX_TASKS, description="tasks per step. Default for a pretrained model: 16"
+    )
     samples: int = Field(8, ge=1, le=MAX_SAMPLES, description="episodes per task: the size of a group")
     reward_model: Annotated[str | None, Consumes("reward_model")] = Field(
         None,
-        description="stage whose reward model gives the reward; the verifier's score is then only recorded",
+        description="stage whose reward model gives the reward; unless verifier_weight is above 0, the"
+        " verifier's score is then only recorded",
     )
     verifier_weight: float = Field(
-        0.0, ge=0, description="weight of the verifier's score in the reward, besides a reward model"
+        0.0,
+        ge=0,
+        description="with reward_model: the reward is the reward model's score + verifier_weight * the"
+        " verifier's score",
     )
     auxiliary_rewards: AuxiliaryRewards | None = Field(
         None, description="reward terms to add to the reward, with weights that fall to 0"
@@ -58,7 +64,9 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
     )
     metrics: CustomMetricsField = Field({}, description="metrics of your own by name, each a function")
     curriculum: CurriculumSettings | None = Field(
-        None, description="draw tasks by their pass rate; {} uses the defaults"
+        None,
+        description="draw tasks by their pass rate, preferring tasks with both right and wrong answers;"
+        " {} uses the defaults",
     )
     routing_replay: bool = Field(
         False,
@@ -67,7 +75,9 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
     )
 
     sub_agent_checkpoint: Annotated[str | None, Consumes("checkpoint")] = Field(
-        None, description="stage whose frozen checkpoint samples the turns of sub-agents; null: the policy"
+        None,
+        description="stage whose frozen checkpoint samples the turns of sub-agents; null: the policy"
+        " samples them",
     )
     train_sub_agents: bool = Field(
         False, description="train on the turns of sub-agents too, each with the reward of its episode"

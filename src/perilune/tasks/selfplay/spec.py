@@ -15,20 +15,29 @@ class LeagueSettings(Frozen):
 
     every: int = Field(32, ge=1, description="steps between snapshots of the policy, which join the league")
     size: int = Field(
-        8, ge=1, description="newest members to play against, besides the first and the champion"
+        8,
+        ge=1,
+        description="number of newest members to play against, besides the first member and the champion",
     )
-    share: float = Field(0.5, ge=0, le=1, description="share of tasks played against a member")
+    share: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="share of tasks that the policy plays against a member; it plays the others against"
+        " itself",
+    )
     choice: Literal["uniform", "prioritised"] = Field(
         "prioritised", description="draw members uniformly, or prefer those that are hard to beat"
     )
-    games: int = Field(64, ge=2, le=MAX_TASKS, description="games of each match that evaluates a member")
+    games: int = Field(64, ge=2, le=MAX_TASKS, description="games in each match that evaluates a new member")
     magnet: Literal["initial", "newest"] = Field(
         "initial",
-        description="reference policy of `kl`: the initial policy, or the newest member, which moves every"
-        " `every` steps (magnetic mirror descent)",
+        description="reference policy of `kl`. initial: the initial policy; newest: the newest member,"
+        " which changes every league.every steps (magnetic mirror descent)",
     )
     against: tuple[str, ...] = Field(
-        ("random",), description="players of the environment (its `opponent`) to evaluate members against"
+        ("random",),
+        description="values of the environment's key `opponent`; members are evaluated against these players",
     )
 
 

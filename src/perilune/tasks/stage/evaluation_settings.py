@@ -31,28 +31,40 @@ class EvaluationSettings(Frozen):
     """Held-out evaluation during training, and the use of its results."""
 
     every: int = Field(
-        10, ge=1, description="steps between evaluations; one more before the first step and after the last"
+        10,
+        ge=1,
+        description="steps between evaluations. The first evaluation is before the first step, and the"
+        " last one after the last step",
     )
     tasks: int = Field(
-        64, ge=0, le=MAX_TASKS, description="held-out tasks of each set; 0: only held-out data"
+        64,
+        ge=0,
+        le=MAX_TASKS,
+        description="held-out tasks of each set; 0: evaluate only on the data that `validation` holds out",
     )
     samples: int = Field(4, ge=1, le=MAX_SAMPLES, description="answers per task")
     max_tokens: int | None = Field(
         None,
         ge=1,
-        description="maximum tokens of an answer; default: as in training, or as in an evaluate stage",
+        description="maximum tokens of an answer; default: max_tokens of the stage, or in sft and"
+        " preference the default of an evaluate stage",
     )
     sets: Annotated[dict[SetName, dict[str, Any]], ChangesEnvironment()] = Field(
-        {}, description="further sets by name, each with the keys of the environment that differ"
+        {},
+        description="further sets by name, besides the set `heldout` of the recipe's environment; each"
+        " has the keys of the environment that differ",
     )
     best: str | None = Field(
         None,
         pattern=r"^[A-Za-z][\w-]*/(pass@1|reward|loss|accuracy)$",
-        description="metric of the best checkpoint: SET/pass@1, SET/reward, data/loss or data/accuracy;"
-        " default: heldout/pass@1, or data/loss without tasks",
+        description="metric of the best checkpoint: SET/pass@1, SET/reward, data/loss or data/accuracy."
+        " Default: pass@1 of the first set, which is `heldout` if the recipe has an"
+        " environment; without tasks, data/loss",
     )
     output: Literal["last", "best"] = Field(
-        "last", description="output checkpoint of the stage: of the last step, or of the best evaluation"
+        "last",
+        description="checkpoint that the stage outputs: that of the last step, or that of the best"
+        " evaluation",
     )
     stop_after: int | None = Field(
         None, ge=1, description="stop after this many evaluations in a row without a new best one"

@@ -59,12 +59,24 @@ class SFTSpec(EvaluatedSpec, LearnerSettings, ForgettingSpec, RowSpec):
         description="stage whose traces to train on, or a file or folder of your own"
     )
     steps: int = Field(300, ge=1, description="optimizer steps")
-    batch_size: int = Field(64, ge=1, le=MAX_TASKS, description="traces per step")
-    warmup: int = Field(20, ge=0, description="optimizer steps of linear warm-up")
-    final_lr: float = Field(0.1, ge=0, le=1, description="final learning rate / peak; 1 is constant")
+    batch_size: int = Field(
+        64, ge=1, le=MAX_TASKS, description="traces per step. Default for a pretrained model: 16"
+    )
+    warmup: int = Field(
+        20,
+        ge=0,
+        description="optimizer steps of linear warm-up. Default for a pretrained model: a tenth of the"
+        " steps, at most 20",
+    )
+    final_lr: float = Field(
+        0.1, ge=0, le=1, description="final learning rate divided by the peak; 1: no decay"
+    )
     save_every: int = Field(100, ge=1, description="steps between checkpoints to resume from")
     validation: float = Field(
-        0.0, ge=0, lt=1, description="share of prompts whose traces are held out, for the data/loss of eval"
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of prompts whose traces are held out; `eval` measures their loss as data/loss",
     )
 
     @model_validator(mode="after")
@@ -83,10 +95,14 @@ class PairTrainingSpec(TrainingSpec, OptimizerSettings, RowSpec):
         description="stage whose pairs to train on, or a file or folder of your own"
     )
     steps: int = Field(100, ge=1, description="optimizer steps")
-    batch_size: int = Field(32, ge=1, le=MAX_TASKS, description="pairs per step")
+    batch_size: int = Field(
+        32, ge=1, le=MAX_TASKS, description="pairs per step. Default for a pretrained model: 16"
+    )
     validation: float = Field(0.1, ge=0, lt=1, description="share of tasks whose pairs are held out")
     validate_every: int = Field(20, ge=1, description="steps between validations on the held-out pairs")
-    final_lr: float = Field(0.1, ge=0, le=1, description="final learning rate / peak; 1 is constant")
+    final_lr: float = Field(
+        0.1, ge=0, le=1, description="final learning rate divided by the peak; 1: no decay"
+    )
     save_every: int = Field(50, ge=1, description="steps between checkpoints to resume from")
 
     @field_validator("too_long")
@@ -108,9 +124,13 @@ class PreferenceSpec(PairTrainingSpec, EvaluatedSpec, LearnerSettings, Forgettin
         description="checkpoint to start from; a frozen copy is the reference"
     )
     loss: Literal["dpo", "dpo_norm", "ipo"] = Field(
-        "dpo", description="dpo, dpo_norm or ipo; the last two use log-probs averaged over tokens"
+        "dpo",
+        description="preference loss; dpo_norm and ipo average log-probs over the tokens of an answer,"
+        " dpo sums them",
     )
-    beta: float = Field(0.1, gt=0, description="strength of the KL constraint to the reference; ipo's tau")
+    beta: float = Field(
+        0.1, gt=0, description="strength of the KL constraint to the reference; for ipo, its tau"
+    )
     nll: float = Field(0.0, ge=0, description="weight of the chosen answer's cross-entropy, against collapse")
     dpop: float = Field(
         0.0,
@@ -133,13 +153,16 @@ class RewardModelSpec(PairTrainingSpec):
         description="checkpoint whose decoder the reward model starts from"
     )
     refresh: Annotated[str | None, Consumes("reward_model")] = Field(
-        None, description="reward model to continue training, for example on its failures"
+        None,
+        description="stage whose reward model is trained further, in place of a new one from"
+        " `checkpoint`, for example on pairs that it ranks wrongly",
     )
     replay: Annotated[str | None, Consumes("preferences", files=True)] = Field(
-        None, description="older pairs to train on too, so that the model keeps ranking them right"
+        None,
+        description="stage or file with older pairs to train on too, so that the model does not forget them",
     )
     centre: float = Field(
-        0.01, ge=0, description="weight of the penalty that draws mean scores of pairs to 0"
+        0.01, ge=0, description="weight of a penalty that draws the mean of the two scores of each pair to 0"
     )
 
 

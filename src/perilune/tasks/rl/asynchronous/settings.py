@@ -22,7 +22,10 @@ class AsynchronousSettings(Frozen):
     """The lead of rollouts over training, and the number of rollout processes."""
 
     staleness: int = Field(
-        1, ge=0, description="steps by which rollouts may run ahead of training; 0 waits for each update"
+        1,
+        ge=0,
+        description="maximum number of steps by which rollouts run ahead of training; 0: rollouts wait"
+        " for each update",
     )
     workers: int = Field(1, ge=1, description="rollout processes; each has an engine of its own")
     environments: int = Field(
@@ -35,13 +38,15 @@ class AsynchronousSettings(Frozen):
     )
     weights: SendMode = Field(
         "auto",
-        description="how to send new weights: as whole tensors (full), as changed values where these are"
-        " smaller (delta), or as delta only for tensors that engines keep in bfloat16 (auto)",
+        description="how new weights are sent. full: as whole tensors; delta: as changed values, where"
+        " these take fewer bytes than the tensor; auto: like delta for tensors that engines"
+        " keep in bfloat16, like full for others",
     )
     keep_sent: bool = Field(
         True,
-        description="true: keep a copy of the last version, to find the changed values; false: compute the"
-        " last version by reversing the optimizer's update, which needs no copy and takes longer",
+        description="how to find the changed values. true: compare with a copy of the weights that were"
+        " sent last; false: recompute those weights by reversing the optimizer's update, which"
+        " takes longer and needs no copy",
     )
 
     def keeps_weights_copy(self, learner: LearnerSettings) -> bool:
