@@ -64,12 +64,14 @@ class Resources(Frozen):
         1,
         ge=1,
         le=64,
-        description="machines of a training stage, if its placement has several; other stages use one",
+        description="machines of a training stage; more than one needs a placement with several machines."
+        " Other stages use one",
     )
     sharded: bool | None = Field(
         None,
-        description="shard weights, gradients and optimizer state over processes (FSDP); by default on cuda,"
-        " except for adapters and mixtures of experts",
+        description="shard weights, gradients and optimizer state over the processes of a stage (FSDP)."
+        " Default: true for several processes on cuda, except with an adapter or a mixture of"
+        " experts",
     )
 
 

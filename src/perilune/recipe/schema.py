@@ -40,16 +40,16 @@ class ModelSpec(Frozen):
     )
     tokenizer: Literal["characters", "bytes", "bpe"] | None = Field(
         None,
-        description="tokens of a new model: characters (printable ASCII), bytes (any text), or bpe (any text,"
-        " trained on the `data` of the stage that makes the model). Default: characters, or bytes if a text"
-        " of the recipe has other characters",
+        description="tokenizer of a new model. characters: printable ASCII; bytes: any text; bpe: any"
+        " text, trained on the `data` of the stage that makes the model. Default: characters,"
+        " or bytes if a text of the recipe has characters other than printable ASCII",
     )
     vocab_size: int | None = Field(
         None, ge=512, le=16384, description="maximum tokens of `tokenizer: bpe`. Default: 2048"
     )
     chat_template: str | None = Field(None, description="Jinja file that replaces the model's own template")
     chat_template_kwargs: dict[str, bool | int | float | str | None] = Field(
-        {}, description="values of the template's variables, such as `enable_thinking: false`"
+        {}, description="values of the chat template's variables, such as `enable_thinking: false`"
     )
 
     @model_validator(mode="after")
@@ -99,7 +99,11 @@ class Stage(Frozen):
 
     name: str = Field(pattern=NAME_PATTERN, description="name of the stage; other stages refer to it")
     task: str = Field(description="kind of stage; its keys are listed below")
-    environment: dict[str, Any] = Field({}, description="keys of the environment that differ in this stage")
+    environment: dict[str, Any] = Field(
+        {},
+        description="keys of the recipe's `environment` that have another value in this stage; with `id`,"
+        " the section of a whole other environment",
+    )
     spec: dict[str, Any] = Field(default_factory=dict)
     consumes: dict[str, str] = Field(default_factory=dict)
 
@@ -118,9 +122,14 @@ class Recipe(Frozen):
         " that only train on data (sft, preference, reward_model)",
     )
     rewards: dict[str, Weight | RewardFunction] = Field(
-        {}, description="reward terms by name, each a weight or a function; see how-to/reward-functions.md"
+        {},
+        description="terms of the reward by name: the weight of `verifier` (the verifier's score) or of a"
+        " term of the environment, or a reward function; terms that are not listed are"
+        " ignored. See how-to/reward-functions.md",
     )
-    resources: Resources = Field(Resources(), description="resources of each stage")
+    resources: Resources = Field(
+        Resources(), description="device, threads, processes and machines of the stages"
+    )
     secrets: tuple[str, ...] = Field((), description="names of secrets that stages receive; never values")
     tracking: tuple[SinkName, ...] = Field(
         (), description="trackers that metrics are copied to while stages run"

@@ -201,7 +201,10 @@ class ClippedPolicyGradient(PolicyGradient):
     clip_low: float = Field(0.2, gt=0, lt=1, description="clip ratios below 1 - clip_low")
     clip_high: float = Field(0.28, gt=0, description="clip ratios above 1 + clip_high")
     dual_clip: float | None = Field(
-        None, gt=1, description="upper bound of the ratio of tokens with a negative advantage; null is off"
+        None,
+        gt=1,
+        description="upper bound of the ratio of tokens with a negative advantage (dual-clip PPO); null:"
+        " no bound",
     )
 
     @property

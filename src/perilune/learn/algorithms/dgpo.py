@@ -26,10 +26,22 @@ class DGPO(ClippedPolicyGradient):
     name: Literal["dgpo"] = Field("dgpo", description="name of the algorithm")
     clip_high: float = Field(0.2, gt=0, description="clip ratios above 1 + clip_high")
     tau: float = Field(
-        0.5, gt=0, description="temperature of the weights; two weights differ by at most e^(1/tau)"
+        0.5,
+        gt=0,
+        description="temperature of the token weights; the weights of two tokens of an answer differ by a"
+        " factor of at most e^(1/tau)",
     )
-    kappa: float = Field(1.0, ge=0, description="exponent of the uncertainty; 0 ignores it")
-    squared: bool = Field(True, description="use the squared Hellinger distance")
+    kappa: float = Field(
+        1.0,
+        ge=0,
+        description="exponent of a token's uncertainty (its entropy divided by log V, V the size of the"
+        " vocabulary) in its weight; 0: uncertainty is ignored",
+    )
+    squared: bool = Field(
+        True,
+        description="true: weight tokens by the squared Hellinger distance between policy and reference;"
+        " false: by the distance itself",
+    )
 
     @property
     def needs(self) -> frozenset[Signal]:

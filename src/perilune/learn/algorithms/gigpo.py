@@ -46,11 +46,16 @@ class GiGPO(ClippedPolicyGradient):
     takes_step_rewards: ClassVar[bool] = True
 
     name: Literal["gigpo"] = Field("gigpo", description="name of the algorithm")
-    turn_weight: float = Field(1.0, ge=0, description="weight of the advantages of turns")
+    turn_weight: float = Field(
+        1.0,
+        ge=0,
+        description="weight of the advantages of turns, which are added to the advantages of episodes",
+    )
     gamma: float = Field(0.95, gt=0, le=1, description="discount per turn, for the return of a turn")
     divide_by_std: bool = Field(
         True,
-        description="divide both advantages by their standard deviation; false if rewards have rare outliers",
+        description="divide the advantages of episodes and of turns by the standard deviation of the"
+        " compared values; set false if rewards have rare outliers",
     )
 
     def weight_group(self, group: Group, context: StepContext) -> WeightedGroup:

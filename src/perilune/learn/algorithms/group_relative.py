@@ -66,7 +66,9 @@ class RLOO(GroupRelative, ClippedPolicyGradient):
     name: Literal["rloo"] = Field("rloo", description="name of the algorithm")
     aggregation: Aggregation = Field("seq-mean-token-sum-norm", description="how token losses are averaged")
     ratio: Literal["token", "sequence-product"] = Field(
-        "token", description="clip the ratio of each token, or of the whole answer as TRL does"
+        "token",
+        description="ratio that is clipped. token: that of each token; sequence-product: that of the"
+        " whole answer, as in TRL",
     )
 
     @property
@@ -151,11 +153,22 @@ class DAPO(ClippedPolicyGradient):
     """
 
     name: Literal["dapo"] = Field("dapo", description="name of the algorithm")
-    max_refills: int = Field(10, ge=0, description="how many times dead groups are replaced by new tasks")
-    overlong_buffer: float = Field(
-        0.2, ge=0, lt=1, description="final share of max_tokens in which length is penalized; 0 is off"
+    max_refills: int = Field(
+        10,
+        ge=0,
+        description="maximum number of times that a step replaces its dead groups, whose rewards are all"
+        " equal, by groups of new tasks",
     )
-    overlong_penalty: float = Field(1.0, ge=0, description="penalty of an answer of max_tokens tokens")
+    overlong_buffer: float = Field(
+        0.2,
+        ge=0,
+        lt=1,
+        description="share of max_tokens, at its end, over which the length penalty rises linearly from"
+        " 0; 0: no penalty",
+    )
+    overlong_penalty: float = Field(
+        1.0, ge=0, description="length penalty of an answer with max_tokens tokens"
+    )
 
     @property
     def refills(self) -> int:

@@ -29,7 +29,7 @@ class PKPO(ClippedPolicyGradient):
 
     name: Literal["pkpo"] = Field("pkpo", description="name of the algorithm")
     k: int = Field(4, ge=1, description="k of pass@k; less than samples")
-    passes_at: float = Field(1.0, description="lowest reward of a right answer")
+    passes_at: float = Field(1.0, description="lowest reward with which an answer counts as right")
     aggregation: Aggregation = Field("seq-mean-token-sum-norm", description="how token losses are averaged")
 
     @property
@@ -65,7 +65,7 @@ class PassAtKTraining(ClippedPolicyGradient):
 
     name: Literal["pass_at_k_training"] = Field("pass_at_k_training", description="name of the algorithm")
     k: int = Field(4, ge=1, description="k of pass@k; at most samples")
-    passes_at: float = Field(1.0, description="lowest reward of a right answer")
+    passes_at: float = Field(1.0, description="lowest reward with which an answer counts as right")
 
     @property
     def least_samples(self) -> int:

@@ -35,7 +35,9 @@ class PPO(ClippedPolicyGradient):
         None, gt=0, description="peak learning rate of the critic's layer; by default the stage's lr"
     )
     bootstrap_truncated: bool = Field(
-        False, description="give a truncated answer the critic's value of its last state"
+        False,
+        description="true: the return of a truncated answer continues with the critic's value of its last"
+        " state; false: it ends there",
     )
 
     @property

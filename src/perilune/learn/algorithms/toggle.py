@@ -22,14 +22,23 @@ class Toggle(ClippedPolicyGradient):
     takes_any_reward: ClassVar[bool] = False
 
     name: Literal["toggle"] = Field("toggle", description="name of the algorithm")
-    period: int = Field(10, ge=1, description="steps per phase")
+    period: int = Field(
+        10,
+        ge=1,
+        description="steps per phase. Phases that reward only short right answers alternate with phases"
+        " that reward all right answers",
+    )
     threshold: float = Field(
-        0.5, ge=0, le=1, description="lowest mean reward of a group at which length counts"
+        0.5, ge=0, le=1, description="lowest mean reward of a group at which a short phase considers length"
     )
     percentile: float = Field(
-        50.0, ge=0, le=100, description="percentile of the right answers' lengths that is the budget"
+        50.0,
+        ge=0,
+        le=100,
+        description="a task's length budget in short phases is this percentile of the lengths of its"
+        " right answers",
     )
-    passes_at: float = Field(1.0, description="lowest reward of a right answer")
+    passes_at: float = Field(1.0, description="lowest reward with which an answer counts as right")
 
     def weight_group(self, group: Group, context: StepContext) -> WeightedGroup:
         scores = rewards(group)

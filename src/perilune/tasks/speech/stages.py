@@ -21,7 +21,7 @@ class FitSettings(Frozen):
 
     lr: float = Field(2e-3, gt=0, description="peak learning rate")
     warmup: int = Field(20, ge=1, description="steps of linear warm-up")
-    batch: int = Field(24, ge=1, description="crops or utterances per step")
+    batch: int = Field(24, ge=1, description="crops (speech_codec) or utterances (speech_voice) per step")
 
 
 class UtterancesSpec(Frozen):
@@ -33,7 +33,7 @@ class UtterancesSpec(Frozen):
         60, ge=2, le=10_000, description="utterances to evaluate on; no text is in both sets"
     )
     voice: str = Field("en-us+klatt", description="voice and variant of espeak-ng")
-    speed: int = Field(150, ge=80, le=450, description="speed in words per minute")
+    speed: int = Field(150, ge=80, le=450, description="speaking rate, in words per minute")
 
 
 class CodecSpec(TrainingSpec):
@@ -42,10 +42,12 @@ class CodecSpec(TrainingSpec):
     data: Annotated[str, Consumes("utterances")] = Field(description="stage whose utterances to encode")
     steps: int = Field(450, ge=2, description="training steps")
     keep: KeepNewest = Field(Keep(), description="which checkpoints to keep")
-    codebooks: int = Field(4, ge=2, le=32, description="codes per frame")
+    codebooks: int = Field(
+        4, ge=2, le=32, description="number of codebooks, which is the number of codes per frame"
+    )
     codebook_size: int = Field(128, ge=2, le=4096, description="entries of each codebook")
     width: int = Field(96, ge=8, multiple_of=4, description="channels of the decoder")
-    frames: int = Field(16, ge=4, description="frames of 80 ms per crop")
+    frames: int = Field(16, ge=4, description="length of a training crop, in frames of 80 ms")
     components: int = Field(
         64,
         ge=2,
@@ -81,10 +83,13 @@ class HearingSpec(Frozen):
     """Fields of a speech_evaluation stage."""
 
     voice: Annotated[str, Consumes("voice")] = Field(description="stage whose voice to evaluate")
-    data: Annotated[str, Consumes("utterances")] = Field(description="stage with the held-out texts")
+    data: Annotated[str, Consumes("utterances")] = Field(
+        description="stage whose held-out texts the voice speaks"
+    )
     utterances: int | None = Field(None, ge=2, description="number of held-out utterances; null: all")
     language_model: bool = Field(
-        False, description="also transcribe with the recognizer's own language model of English; slow"
+        False,
+        description="transcribe a second time, with the recognizer's own language model of English; slow",
     )
 
 
