@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from comparison.chart import Curve, panels
+from leads.text import count, listed, span
 
 COMMANDS = """\
 for seed in 0 1 2; do
@@ -15,9 +16,10 @@ $ python benchmarks/connect_four.py train FOLDER --seconds 1800
 $ python benchmarks/connect_four.py solve FOLDER
 $ python benchmarks/connect_four.py judge FOLDER"""
 ABOUT = """\
-*PPO* plays the moves of the network. *Searched* runs a tree search of {simulations} simulations for every
-move and learns from the result. Seconds are CPU seconds of the process, and moves per second include
-games, network and learning.
+In the arm *PPO*, the network plays against itself without search and learns with PPO. In the arm *Searched*,
+a tree search of {simulations} simulations chooses every move, and the network learns from the results of the
+searches and of the games. Seconds are CPU seconds of the process. Moves per second are moves per CPU second,
+including the time of learning.
 
 An exact solver scores the moves of the player in test positions. A move is *best* if no other column leads
 to an earlier win or a later loss. A move is a *blunder* if it turns a win into a draw or loss, or a draw
@@ -25,10 +27,10 @@ into a loss. Test positions have at least {first} stones. Half of them come from
 from games without a missed win or block. Positions in which all columns have the same score are left out.
 
 In matches a draw is half a point. A match plays all openings of two moves from both sides. Matches against
-perfect play start from drawn positions with {perfect} stones, so half of the points is the best possible
-result. *Foresight 4* is an opponent that searches four moves ahead, and *mcts 100* is OpenSpiel's tree
-search with 100 simulations. Intervals are Wilson's. *The first move* gives the solver's score of each
-column: positive if the first player wins, with a larger number for an earlier win."""
+perfect play start from drawn positions with {perfect} stones, so the best possible result is half of the
+points. *Foresight 4* is an opponent that searches four moves ahead, and *mcts 100* is OpenSpiel's tree search
+with 100 simulations. Intervals are Wilson's 95% intervals. *The first move* gives the solver's score of each
+column: positive if the first player wins, and larger for an earlier win."""
 
 
 def view(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,9 +69,9 @@ def lead(document: Mapping[str, Any], longest: Mapping[str, Any]) -> tuple[str, 
     return (
         f"A network of {parameters:,} parameters learns Connect Four by self-play on one CPU core, with PPO "
         "or with tree search.",
-        f"After {longest['marks'][-1]['cpu_seconds']:,.0f} CPU seconds with search, the network chooses a "
-        f"best move in {best['0']:.1%} of the test positions, and in {best[most]:.1%} with {int(most):,} "
-        "simulations per move.",
+        f"After {longest['marks'][-1]['cpu_seconds']:,.0f} CPU seconds of training with search, the network "
+        f"alone chooses a best move in {best['0']:.1%} of the test positions, and a search of {int(most):,} "
+        f"simulations per move in {best[most]:.1%}.",
     )
 
 
@@ -79,14 +81,18 @@ def findings(document: Mapping[str, Any]) -> list[str]:
     for run in document["runs"]:
         rates.setdefault(kind(run), []).append(run["marks"][-1]["moves_per_second"])
     sentences = [
-        f"{name}: {', '.join(f'{rate:,.0f}' for rate in sorted(values))} moves per second."
+        f"*{name}* makes {span(values, ',.0f')} moves per second ({count(len(values), 'seed')})."
         for name, values in rates.items()
     ]
-    minute = [line["judged"] for run in document["runs"] for line in run["marks"] if line["mark"] == 60]
+    minute: dict[str, list[str]] = {}
+    for run in document["runs"]:
+        for line in run["marks"]:
+            if line["mark"] == 60:
+                minute.setdefault(kind(run), []).append(points(line["judged"]["0"], "one_ply"))
+    shares = [f"{listed(values)} (*{name}*, {count(len(values), 'seed')})" for name, values in minute.items()]
     sentences.append(
-        "After 60 CPU seconds, without search: "
-        + ", ".join(points(judged["0"], "one_ply") for judged in minute)
-        + " of the points against one-ply search (three seeds of PPO, then Searched)."
+        "After 60 CPU seconds of training, the network plays without search and gets "
+        f"{', and '.join(shares)} of the points against one-ply search."
     )
     return sentences
 
@@ -191,10 +197,10 @@ def charts(run: Mapping[str, Any]) -> dict[str, str]:
         return (minutes, *(np.array([item[part] for item in figures]) for part in ("mean", "low", "high")))
 
     def drawn(y: str, *keys: str) -> str:
-        both = {"not looking ahead": curve("0", *keys), "100 simulations": curve("100", *keys)}
+        both = {"without search": curve("0", *keys), "100 simulations": curve("100", *keys)}
         return panels(both, "CPU minutes", y, "band: 95% interval")
 
     return {
         "connect_four_moves.svg": drawn("best moves", "moves", "optimal"),
-        "connect_four_points.svg": drawn("points against four moves' foresight", "foresight_4", "points"),
+        "connect_four_points.svg": drawn("points against search of four moves", "foresight_4", "points"),
     }

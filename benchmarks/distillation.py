@@ -3,8 +3,8 @@
     python benchmarks/distillation.py --seeds 0 1 2
 
 Each seed runs benchmarks/distillation_arms.yaml: one larger teacher, one half-trained student, the losses on
-the student's own answers, and an arm that instead continues to imitate the teacher's training traces for as
-long. Writes results/distillation.json.
+the student's own answers, and an arm that instead continues to imitate the traces of SFT for as many steps.
+Writes results/distillation.json.
 """
 
 import sys
@@ -35,14 +35,16 @@ COMPARED = (
     ("reverse_kl", "gkd"), ("reverse_kl", "forward_topk"), ("gkd", "imitation"), ("gkd", "teacher"),
 )  # fmt: skip
 ABOUT = f"""\
-The student samples answers with written working and learns from the teacher's distribution at each sampled
-token, without a reward. The arms differ in the loss: `reverse_kl`, `forward_topk` or `gkd`
-([distillation](../how-to/distillation.md)). The arm `imitation` instead trains on the teacher's own traces
-for the same number of steps. `start` is the student before distillation.
+Teacher and student are trained by SFT on the same traces, which a program wrote: the teacher for 300 steps,
+and the student for 160 (`start`). In distillation, the student samples answers with written working and
+learns from the teacher's distribution at each sampled token, without a reward. The arms differ in the loss:
+`reverse_kl`, `forward_topk` or `gkd` ([distillation](../how-to/distillation.md)). The arm `imitation` instead
+continues SFT on the traces for as many steps.
 
-The tables by step show [diagnostics](../how-to/distillation.md#diagnostics) of the student's answers. Overlap
-metrics cover the 16 most likely of 98 tokens. The stages of these runs started from the second moments of the
-previous stage's optimizer (`restore_optimizer: true`). {SEEDS_ARE_THE_UNIT}"""
+The tables by step show [diagnostics](../how-to/distillation.md#diagnostics) of the student's answers. The
+overlap metrics compare the 16 most likely tokens of student and teacher; the vocabulary has 98 tokens. The
+stages of these runs started from the second moments of the previous stage's optimizer (`restore_optimizer:
+true`). {SEEDS_ARE_THE_UNIT}"""
 
 
 def main() -> None:

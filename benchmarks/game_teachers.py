@@ -24,13 +24,13 @@ from recipe_runs import HERE, document, write
 
 ABOUT = """\
 * *Exploitability* is NashConv / 2: the mean return, over the two seats, of a best response to the teacher's
-  average policy. It is 0 in an equilibrium. *Known exploitability* is what other measurements found for
+  average policy. It is 0 in an equilibrium. *Known exploitability* comes from other measurements of
   OpenSpiel's solvers.
 * `cfr` (CFR+) and `mccfr` (CFR with sampled games) minimize counterfactual regret. `mcts` is tree search with
   the given number of simulations per move, `minimax` is perfect play, and `rules` follows heuristic rules.
 * A match consists of pairs of games with the same random numbers and swapped seats. A draw is half a point.
-  Shares of points have Wilson's 95% intervals, and mean returns have bootstrap intervals over pairs.
-* Times are from one core that was shared with other work."""
+  Shares of points have Wilson's 95% intervals, and mean returns have 95% bootstrap intervals over pairs.
+* Times are CPU seconds on one core."""
 CURVES = {
     "kuhn_poker": ({}, {"cfr": (10, 100, 200, 1000), "mccfr": (1000, 10_000, 200_000)}),
     "leduc_poker": ({}, {"cfr": (10, 100, 200), "mccfr": (10_000, 200_000, 1_000_000)}),

@@ -95,14 +95,19 @@ def climbs_of(held: Mapping[str, Any], name: str) -> dict[int, list[dict[str, An
 
 
 ABOUT = """\
-GRPO trains the tiny model on three-digit sums. The verifier's score is the gold score. It is logged, and
-training does not use it.
+GRPO trains the tiny model on three-digit sums. The *hacked reward* pays a tenth for each column of written
+working, whatever the answer is. The *reward model* is trained on pairs of a right and a wrong answer. The
+*gold score* is the verifier's score, which training logs but does not use.
 
 * *Recommended stop* is the step at which the over-optimization watch recommended stopping, during the run.
 * *Best gold score* is the best of the run, which is known only afterwards.
 * Gold scores are means over five steps. A step has 256 answers.
-* *Step of the alarm* is the step at which the gold score no longer rose significantly, after it had risen.
+* *Step of the alarm* is the first step at which the gold score no longer rose significantly, after it had
+  risen. A watch without an alarm recommended stopping because of the peak of a curve that it fits to the gold
+  score.
 * *KL to the start* is the divergence from the policy before RL, in nats per answer.
+* In the table *Reward models*, *new pairs* are pairs of answers by the policy after RL, and *refreshing*
+  trains the reward model on old and new pairs.
 
 We chose the window of the watch after seeing the curve of seed 0, so only the other seeds are an independent
 test. To refresh the reward model, use the policy at the recommended stop. A later policy has almost no right

@@ -32,14 +32,18 @@ COMPARED = (
 )  # fmt: skip
 ABOUT = f"""\
 Each pair has one right and one wrong answer to the same task, according to the verifier. The answers are
-those of the model after SFT (`sft`), which are mostly wrong. The arms `_nll` and `_dpop` add the term of this
-name to the loss: the negative log-likelihood of the chosen answer, or DPO-positive ([preference
-losses](../how-to/preference.md)). `imitation` is SFT on the right answers alone.
+sampled from the model after SFT (`sft`), and most of its answers are wrong. The arms `dpo_nll` and `ipo_nll`
+add the negative log-likelihood of the chosen answer to the loss, and `dpo_dpop` adds the term of DPO-Positive
+([preference losses](../how-to/preference.md)). `imitation` is SFT on right answers alone, without pairs.
 
-* *Accuracy* is the share of pairs whose [margin](../how-to/preference.md#choose-a-loss) is positive.
-* *Chosen shift* is the change in the log-prob of the chosen answers, in nats per token.
+* *Accuracy* is the share of pairs whose [margin](../how-to/preference.md#choose-a-loss) is positive. In the
+  first table, accuracy and chosen shift are measured on pairs that were held out from training.
+* *Chosen shift* is the change of the chosen answers' log-prob since the start of training, in nats per token.
 * *Chosen nll* is the negative log-prob of the chosen answers, in nats per token.
-* *Collapse step* is the step at which the collapse alarm was raised, for each seed.
+* *Length correlation* is the correlation, over the pairs, of the margin with the length of the chosen answer
+  minus that of the rejected answer.
+* *Collapse step* lists, for each seed, the first step at which the [collapse
+  alarm](../how-to/preference.md#when-chosen-answers-collapse) was raised.
 * {SEEDS_ARE_THE_UNIT}"""
 
 

@@ -40,19 +40,19 @@ PLACES = {  # columns of the table by number of segments
     "value": "estimated value",
 }
 ABOUT = """\
-The value of a prefix is the expected reward of the answers that continue it. A process reward gives each
-segment of an answer the change of this value. One forward pass estimates the values. The reference is the
-mean reward of 16 sampled continuations of a prefix (Monte Carlo).
+The value of a prefix is the expected reward of the answers that continue the prefix. The process reward of a
+segment is the change of the value from the start of the segment to its end. One forward pass estimates the
+values. The reference is the mean reward of 16 sampled continuations of a prefix (Monte Carlo).
 
 * *Correlation of values* is Spearman's rank correlation between the estimated values of prefixes and the
   Monte Carlo values, with its 95% interval over tasks.
-* *Correlation of differences* is the same for the rewards of segments, which training would use. It leaves
-  out the last segment of an answer. The findings give it for each of three seeds. It counts as *reliable* if
-  its interval is above 0.
-* The *ceiling* is the correlation that exact values would have with these Monte Carlo values, which are
-  noisy.
-* In the table by number of segments, a row covers the prefixes with this number of *segments before*.
-* Costs are medians over 24 training steps. Compare CPU seconds, because the machine had other work."""
+* *Correlation of differences* is the same correlation for the process rewards of segments, which training
+  uses. It leaves out the last segment of an answer. It counts as *reliable* if its 95% interval is above 0.
+* The *ceiling* is the correlation of exact values with the Monte Carlo values. It is below 1 because the
+  Monte Carlo values are noisy.
+* In the table by number of segments, a row covers the prefixes that consist of this number of segments
+  (*segments before*).
+* Costs are medians over 24 training steps. Compare CPU seconds, because other programs used the machine."""
 
 
 def main() -> None:
@@ -139,9 +139,10 @@ def finding(name: str, rows: list[dict[str, Any]]) -> str:
         for row in rows
         if row["correlation of differences"] is not None
     )
-    if all(row["reliable"] for row in rows):
-        return f"{name}: agrees with Monte Carlo values, correlation {correlations}."
-    return f"{name}: does not agree with Monte Carlo values, correlation {correlations or 'undefined'}."
+    return (
+        f"{name}: reliable in {sum(row['reliable'] for row in rows)} of {len(rows)} seeds. Correlation of "
+        f"differences with 95% interval, by seed: {correlations or 'undefined'}."
+    )
 
 
 if __name__ == "__main__":

@@ -100,14 +100,14 @@ def compare_arms(
 
 
 def describe_differences(
-    differences: Mapping[str, Sequence[float]],
+    differences: Mapping[str, Sequence[float]], figure: str = "pass@1"
 ) -> tuple[list[str], list[dict[str, Any]]]:
-    """A sentence and a table row for each comparison, from its differences by seed."""
+    """A sentence and a table row for each comparison, from its differences of `figure` by seed."""
     comparisons = compare_over_seeds(differences)
     rows = [
         {
             "comparison": name,
-            "difference of pass@1, 95% interval": {"mean": test.mean, "low": test.low, "high": test.high},
+            f"difference of {figure}, 95% interval": {"mean": test.mean, "low": test.low, "high": test.high},
             "by seed": list(test.differences),
             "p": test.p,
             "corrected p": test.p_corrected,

@@ -14,17 +14,16 @@ evaluated on longer contexts. A line has five characters, and the model's contex
 * `pairs` does the same for questions about pairs of users.
 * `direct` has all lines in its prompt and writes notes before the answer.
 * `without asks` writes code that cannot ask the model.
-* `without code` asks the model about eight lines at a time. The model's answers enter the context.
+* `without code` writes no code. In each turn it asks the model about eight lines, and the model's answer
+  enters the context.
 
 The comparisons are of accuracy with greedy decoding, on held-out questions. The table *Accuracy* also shows
-accuracy with sampling. The model that the code asks decodes in the same way. Rows marked *after SFT* are
-before RL, and all others are after RL. Rows without a range come from one seed. *Asked twice or more* is the
-share of sampled episodes in which the model was asked more than once.
+accuracy with sampling. In both cases, the model that the code asks decodes like the policy. Rows marked
+*after SFT* are before RL, and all other rows are after RL. Rows without a range come from one seed. *Asked
+twice or more* is the share of sampled episodes in which the model was asked more than once.
 
-With greedy decoding, `counting` generalizes to longer contexts, because the code counts 2,000 answers as
-reliably as 32. `pairs` does not generalize. The model only learned to write this code and to read one line.
-The results do not show that a language model finds such programs without demonstrations.
-{SEEDS_ARE_THE_UNIT}"""
+The model learned only to write the code and to read one line; the code does the counting. The results do not
+show that a language model finds such programs without demonstrations. {SEEDS_ARE_THE_UNIT}"""
 
 
 def view(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,7 +47,7 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
         for (arm, lines), figures in places.items()
     ]
     rest = {key: value for key, value in document.items() if key != "records"}
-    findings, compared = describe_differences(_differences(records))
+    findings, compared = describe_differences(_differences(records), figure="accuracy")
     return {
         "title": "Exploring long contexts with code that asks the model",
         "about": ABOUT,
@@ -81,6 +80,7 @@ def _differences(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]
     differences = {
         "`counting`, 2,000 lines against 32": within("counting", "2000", "32"),
         "`counting`, after RL against after SFT, 32 lines": within("counting", "32", "32 after SFT"),
+        "`pairs`, 2,000 lines against 32": within("pairs", "2000", "32"),
         "`pairs`, after RL against after SFT, 32 lines": within("pairs", "32", "32 after SFT"),
         "`counting` against `direct`, 32 lines": against("direct", "32"),
         "`counting` against `without code`, 32 lines": against("without code", "32"),

@@ -85,8 +85,8 @@ INTRODUCTION = """\
 # Results
 
 `python benchmarks/report.py` writes these pages from JSON files in the repository. Each page opens with what
-was compared and what came out, and shows the command that repeats its measurement. Times come from one
-machine at one time. Ratios depend less on the machine.
+was compared and what came out, and shows the command that repeats its measurement. Unless a page says
+otherwise, its times come from one machine at one time. Ratios of times depend less on the machine.
 """
 METHODS = """\
 ## Terms
@@ -102,11 +102,12 @@ METHODS = """\
 
 ## Differences over seeds
 
-Runs with the same seed start from the same weights and see the same tasks. We compare them in pairs:
-Student's t test is applied to the differences by seed, and Holm's method corrects its p for the number of
-comparisons on a page. A page says *higher* or *lower* if the corrected p is below 0.05, and *no difference
-shown* otherwise. Intervals are 95% intervals of the mean difference and are not corrected. So an interval may
-exclude 0 although no difference is shown.
+Runs with the same seed start from the same weights and see the same tasks. We compare them in pairs: we apply
+Student's t test to the differences by seed, and Holm's method corrects p for the number of comparisons on the
+page, unless the page says otherwise. A page says *higher* or *lower* if the corrected p is below 0.05, and
+*no difference shown* otherwise. With fewer than three seeds, it says *too few seeds*. Intervals are 95%
+intervals of the mean difference and are not corrected. So an interval may exclude 0 although no difference is
+shown.
 """
 
 

@@ -29,28 +29,29 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 }
 LONGEST = 60  # characters of an example
 ABOUT = f"""\
-A recipe with default settings rewards only finished answers in the expected form, and only if the scorer
-gives the full score.
+With a recipe's default settings, an answer gets a reward only if it is finished, has the expected form, and
+gets the full score from the scorer.
 
 The grades:
 
 * A: no wrong output was rewarded.
-* B: a small reward for an empty answer, or a partial reward for a nearly right one.
+* B: a small reward for a wrong output, a partial reward for a nearly right one, or the full reward for a
+  right answer in lookalike characters.
 * C: a partial reward without the answer, or a scorer that fails on wrong outputs.
 * D: the full reward for wrong outputs that were derived from right ones.
 * F: the full reward without the answer, no reward for a right answer, or different rewards for the same
   answer.
 
 An output counts as wrong if it cannot be right for any task, or if a second checker rejects it. This checker
-shares no code with the scorer. The audit skips truncated answers, because a shipped scorer cannot recognize
-them.
+shares no code with the scorer. A full reward for a right answer that was cut off does not lower the grade,
+because a shipped scorer cannot see that an answer was cut off.
 
 The scorers of {len(UNRELIABLE_FAMILIES)} families count as unreliable, because they give the full reward to
 clearly wrong answers. In these families, a recipe gives no reward to an answer that the second checker
-rejects. Their grade A means that recipes apply this rule. It does not mean that the checker is right.
+rejects. Grade A of these families means that recipes apply this rule, and not that the checker is right.
 
 In the table of families, *most severe finding* names the [probe](../how-to/reward-audit.md) that produced the
-output, and *tasks* counts the tasks on which it found this."""
+output, and *tasks* counts the tasks with this finding."""
 
 
 def main() -> None:

@@ -30,17 +30,19 @@ JUDGES = {
     "Forgetful": "order",
 }
 ABOUT = """\
-The hacks are of the families in public lists (rewardspy, RHOB, the verifier hardening list of benchflow, "One
-Token to Fool LLM-as-a-Judge"). The audit knows the environment's stated answers, but not the scorer.
+The planted hacks cover the families of public lists (rewardspy, RHOB, the verifier hardening list of
+benchflow, "One Token to Fool LLM-as-a-Judge"). The audit knows the answers that the environment states to be
+right, but not the scorer's code.
 
-* Each *planted scorer* has one hack. The hack counts as *named* if a finding has the name of its family. We
-  wrote these scorers and the probes together, so their result only shows that every family is covered.
-* We wrote the *unseen scorers* afterwards, measured them once, and did not change the probes for them.
+* Each *planted scorer* has one hack. The hack counts as *named* if a finding has the name of the hack's
+  family. We wrote these scorers and the probes together, so their result only shows that every family is
+  covered.
+* We wrote the *unseen scorers* afterwards, audited them once, and did not change the probes because of them.
 * The *judges* are small HTTP servers with OpenAI's interface. A judge that rewards each answer only once
   looks to the audit like a judge whose scores depend on the order of the answers, because the audit cannot
-  restart a server. The finding then names the family *order*.
-* *Sound scorers* and *built-in rewards* must get grade A. The tables list the exceptions. [The audit of
-  reasoning-gym](reward_audit.md) explains the grades."""
+  restart a server. So the finding for this judge (*forgetful*) names the family *order*.
+* *Sound scorers* and *built-in rewards* should get grade A. The table *Built-in rewards below A* lists the
+  exceptions. [The audit of reasoning-gym](reward_audit.md) explains the grades."""
 
 
 def main() -> None:

@@ -151,19 +151,19 @@ def main() -> None:
 
 ABOUT = f"""\
 The model is a Qwen3-MoE of 1 million parameters (4 layers, 16 experts, 2 per token), trained on additions.
-Sampler and learner differ because the engine keeps weights in float32, bfloat16 or int8, or because the
-learner has made two updates since sampling.
+Sampler and learner differ because the engine keeps its weights in bfloat16 or int8 and the learner in
+float32, or because the learner has made two updates since sampling.
 
 * The *gap* is the difference between the log-probs of sampler and learner on sampled tokens, in nats.
 * The *KL* is the k3 estimate of KL(sampler ‖ learner), in nats.
 * A token has a *flipped expert* if, in at least one layer, the learner's router would choose other experts
   than the engine used.
 * In the table *Training runs*, each step samples {PROMPTS} tasks with {SAMPLES} answers and makes {UPDATES}
-  updates, so tokens are up to two versions old. pass@1 is measured on held-out tasks in float32. Runs with
-  and without replay start from the same weights and see the same tasks.
+  updates, so the weights that sampled a token are up to two updates old. pass@1 is measured on held-out tasks
+  in float32. Runs with and without replay start from the same weights and see the same tasks.
 * *Receiving a group in the learner's process* shows the CPU time that the learner's process needs to receive
-  a group of {GROUP} episodes from a rollout process, with routes of the size of Qwen3-30B-A3B (48 layers, 8
-  of 128 experts).
+  a group of {GROUP} episodes from a rollout process. The episodes have the routes of a model like
+  Qwen3-30B-A3B (48 layers, 8 of 128 experts per token).
 * {SEEDS_ARE_THE_UNIT}"""
 
 
@@ -234,9 +234,12 @@ def describe_gaps(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         )
         if any(row["mean gap, without replay"] for row in chosen):
             gap_left, kl_left = left(chosen, "mean gap"), left(chosen, "KL")
-            yield f"{begins}; replay reduces the mean gap to {gap_left} and the KL to {kl_left}."
+            yield (
+                f"{begins}. The mean gap with replay is {gap_left} of that without replay, and the KL is"
+                f" {kl_left} (means over seeds)."
+            )
         else:
-            yield f"{begins}; the gap is exactly 0 with replay and without."
+            yield f"{begins}. The gap is exactly 0 with replay and without."
 
 
 def left(rows: Sequence[dict[str, Any]], name: str) -> str:
@@ -406,10 +409,10 @@ def describe_transport(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     extra = max(abs(row["with routes (ms)"] - row["without routes (ms)"]) for row in rows)
     first, last = rows[0], rows[-1]
     yield (
-        f"{RECEIVING} takes {first['with routes (ms)']:.2f} ms of CPU at 16k tokens and"
-        f" {last['with routes (ms)']:.2f} ms at 1.6M. Routes change this by at most {extra:.2f} ms at any"
-        f" size, although they are {first['share of routes']:.1%} of the payload. As a pickle, the group of"
-        f" 1.6M tokens takes {last['as a pickle (ms)']:.0f} ms."
+        f"{RECEIVING} takes {first['with routes (ms)']:.2f} ms of CPU time with 16,000 tokens and"
+        f" {last['with routes (ms)']:.2f} ms with 1,600,000. The routes change this time by at most"
+        f" {extra:.2f} ms, although they are {first['share of routes']:.1%} of the payload. As a pickle, the"
+        f" group of 1,600,000 tokens takes {last['as a pickle (ms)']:.0f} ms."
     )
 
 

@@ -27,21 +27,22 @@ ABOUT = """\
 Every probe is a program that runs inside the sandbox and tries to break out, in one or more *attempts*.
 
 * `contained` means that every attempt failed.
-* `partly` and `open` mean that some or all attempts succeeded, and the table names them.
+* `partly` means that some attempts succeeded, and `open` that all of them did. The cell lists these attempts.
 
-A test shows that every probe succeeds without a sandbox. The column *all mechanisms* shows the sandbox as it
-runs. In each column *without ...*, one mechanism is switched off.
+A test shows that every probe succeeds without a sandbox. The column *all mechanisms* shows the complete
+sandbox. In each column *without ...*, one mechanism is switched off.
 
-A *wall* is one promise of the sandbox. The table *Walls* lists the mechanisms that enforce each wall; one
-mechanism suffices:
+A *wall* is one promise of the sandbox. The table *Walls* lists the mechanisms that enforce each wall. One of
+them is enough. Besides namespaces, Landlock and seccomp, the mechanisms are:
 
 * `own_user` is a user id that owns nothing else.
 * `landlock_scopes` is Landlock's restriction of signals.
 * `counted` is the kernel's limit on the number of processes.
 * `limits` are the kernel's other limits for a process.
-* `watch` is the supervisor, which measures the code and ends it.
+* `watch` is the supervisor, which measures what the code uses and ends it at a limit.
+* `no_new_privileges` is the kernel's flag of this name, together with the loss of all capabilities.
 
-If a wall is missing, Perilune runs no code unless the recipe allows this. [The
+If a wall is missing, Perilune runs no code unless the recipe allows the missing wall. [The
 explanation](../explanation/sandbox.md#what-is-not-covered) lists what the sandbox does not cover."""
 
 

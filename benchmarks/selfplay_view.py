@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from leads.text import count, listed
+from perilune.metrics.across_seeds import SeedComparison, compare_over_seeds
 from perilune.metrics.proportion import wilson_interval
 
 WIDTH, HEIGHT = 250, 160  # of a panel
@@ -23,6 +24,14 @@ PANELS = {
         ("exploitability", "against/random", "against/cfr", "elo", "entropy", "illegal"),
     ),
 }
+MAIN = {  # the main figure of each game
+    "tic_tac_toe": "against/minimax",
+    **dict.fromkeys(("kuhn_poker", "leduc_poker"), "exploitability"),
+}
+MAIN_NAMES = {
+    "tic_tac_toe": "the return against perfect play",
+    **dict.fromkeys(("kuhn_poker", "leduc_poker"), "exploitability"),
+}
 NAMES = {
     "against/cfr": "return against CFR",
     "against/minimax": "return against perfect play",
@@ -33,11 +42,11 @@ ABOUT = """\
 The games differ in the teacher and in the opponents of self-play:
 
 * Tic-tac-toe: the model imitates a perfect teacher. In half of the tasks of self-play its opponent is a
-  frozen earlier version.
-* Kuhn and Leduc poker: the model imitates an equilibrium that plays a random move half of the time. It then
-  plays only itself, with a KL penalty towards the policy after imitation (the
-  [magnet](../reference/glossary.md)). In Leduc poker a player sees only the current state, which includes the
-  bets so far.
+  frozen earlier version of the model, and in the other half the current version.
+* Kuhn and Leduc poker: the model imitates a teacher that plays the equilibrium, but chooses half of its moves
+  at random. Then the model plays only against itself, with a KL penalty towards the policy after imitation
+  (the [magnet](../reference/glossary.md)). In Leduc poker a player sees only the current state, which
+  includes the bets so far.
 
 The settings for Kuhn poker were chosen from 16 trials on seeds 0 and 1. Leduc poker has the same settings
 with smaller batches, which were tried on seed 0 only.
@@ -46,16 +55,17 @@ with smaller batches, which were tried on seed 0 only.
 training. In poker the champion is the least exploitable member of the league. Returns are means per game. A
 win is worth 1 at tic-tac-toe, 1 or 2 chips at Kuhn poker, and up to 13 chips at Leduc poker. Elo is computed
 from all matches of a run, with the random player at 0. *Illegal mass* is the probability of illegal moves.
-*Collapse alarms* gives metric and step of the first alarm. Only Leduc poker ran on the processor below; the
-other games ran on an AMD EPYC.
+*Collapse alarms* names the metrics that raised an alarm, with the step of the first alarm. Only Leduc poker
+ran on the processor below; the other games ran on an AMD EPYC. Differences are tested [over paired
+seeds](index.md#differences-over-seeds).
 
 Exploitability is the mean return, over both seats, of the best response to the policy's move probabilities.
-It is computed exactly. It is 0 in an equilibrium. A policy that moves at random has 0.458 in Kuhn poker and
-2.374 in Leduc poker. A policy that always bets has 0.333 in Kuhn poker.
+It is computed exactly, and is 0 in an equilibrium. Random moves have an exploitability of 0.458 in Kuhn poker
+and 2.374 in Leduc poker. Betting on every card has an exploitability of 0.333 in Kuhn poker.
 
-For tic-tac-toe a search of the game tree gives bounds on the return of the best response. It leaves out lines
-of play that the policy enters with a probability below 5%. The best response gets 0 against perfect play, and
-1 against a policy that it always beats."""
+For tic-tac-toe a search of the game tree gives bounds on the return of the best response. The search leaves
+out lines of play that the policy enters with a probability below 5%. The best response gets 0 against perfect
+play, and 1 against a policy that it always beats."""
 
 Run = Mapping[str, Any]
 
@@ -66,7 +76,7 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
         "title": "Self-play of a language model in three games",
         "command": document["command"],
     }
-    text, charts = [], {}
+    text, charts = [tests(document["runs"])], {}
     for game, runs in document["runs"].items():
         picture = f"selfplay_{game}.svg"
         charts[picture] = chart(runs, PANELS[game])
@@ -88,21 +98,40 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def lead(runs: Mapping[str, Sequence[Run]]) -> tuple[str, str]:
     """The games, and the change of the main figure of each, from imitation to the published policy."""
-    figures = {
-        "tic_tac_toe": "against/minimax",
-        **dict.fromkeys(("kuhn_poker", "leduc_poker"), "exploitability"),
-    }
     changes = []
+    compared = compare(runs)
     for game, played in runs.items():
         start, champion = (
-            fmean(judged(run)[policy][figures[game]] for run in played) for policy in ("start", "champion")
+            fmean(judged(run)[policy][MAIN[game]] for run in played) for policy in ("start", "champion")
         )
-        figure = "exploitability" if figures[game] == "exploitability" else "the return against perfect play"
-        changes.append(f"{figure} in {TITLES[game]} from {start:.2f} to {champion:.2f}")
+        conclusion = compared[game].conclusion
+        doubt = "" if conclusion in ("higher", "lower") else f"; {conclusion}"
+        changes.append(f"{MAIN_NAMES[game]} in {TITLES[game]} is {champion:.2f} ({start:.2f} before{doubt})")
     return (
         "A language model of 0.3 million parameters first imitates games, and then trains for 256 steps of "
         f"self-play in {listed([TITLES[game] for game in runs])}.",
-        f"Self-play changes {listed(changes)} (means over {count(len(next(iter(runs.values()))), 'seed')}).",
+        f"After self-play, {listed(changes)}; these are means over "
+        f"{count(len(next(iter(runs.values()))), 'seed')}.",
+    )
+
+
+def compare(runs: Mapping[str, Sequence[Run]]) -> dict[str, SeedComparison]:
+    """Test the main figure of each game over seeds: the champion against the policy after imitation."""
+    return compare_over_seeds(
+        {
+            game: [
+                judged(run)["champion"][MAIN[game]] - judged(run)["start"][MAIN[game]] for run in played
+            ]
+            for game, played in runs.items()
+        }
+    )
+
+
+def tests(runs: Mapping[str, Sequence[Run]]) -> str:
+    """A sentence for each test."""
+    return "\n".join(
+        f"* {TITLES[game]}, {MAIN_NAMES[game]}, champion against start: {test.describe(is_share=False)}."
+        for game, test in compare(runs).items()
     )
 
 
@@ -206,7 +235,7 @@ def chart(runs: Sequence[Run], names: Sequence[str]) -> str:
     for number, name in enumerate(names):
         offset = (number % 3) * WIDTH, (number // 3) * HEIGHT
         parts += [f'<g transform="translate({offset[0]} {offset[1]})">', *panel(name, runs), "</g>"]
-    label = "steps; line: mean of the seeds, band: from the least to the most"
+    label = "steps; line: mean over the seeds, band: range"
     parts.append(f'<text x="{width / 2:g}" y="{height - 6}" text-anchor="middle">{label}</text>')
     return "\n".join([*parts, "</svg>", ""])
 

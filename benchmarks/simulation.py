@@ -59,18 +59,21 @@ machine with prompts of equal length. The real runs are other workloads and reci
 machine.
 
 * The speed of this shared machine drifts within minutes. So the engine was calibrated before the workloads
-  and after them, and the simulation used the mean. The recipes were simulated with one calibration.
-* The lengths of the answers are an input: those of the real run or, in the column *error before any run*,
-  those of the demonstrations.
+  and again after them, and the simulation of the workloads used the mean of both calibrations. The recipes
+  were simulated with one calibration.
+* The lengths of the answers are an input of the simulation: the lengths of the real run or, in the column
+  *error before any run*, those of the demonstrations.
 * An *error* is the prediction minus the measurement, divided by the measurement. The *spread* is the range of
-  repeated real runs around their median. An error within the spread does not show a difference.
+  repeated real runs (maximum minus minimum), divided by their median. An error within the spread does not
+  show a difference.
 * *P99* is the 99th percentile of the latencies.
 * *Beginning and end* is the time of a stage outside its steps. *Seconds of the command* is the elapsed time
   of `perilune simulate` for the whole recipe.
 * *Age* is the number of updates between sampling an answer and training on it.
 
 The workloads are not strictly held out. After a first comparison with them, we added three cases to the
-calibration: requests without a group, steps that mix prefill with decoding, and keys that a group shares."""
+calibration: requests without a group, steps that mix prefill with decoding, and attention to keys that the
+samples of a group share."""
 
 
 @dataclass(frozen=True)
@@ -525,16 +528,16 @@ def report(
     speeds = [row["times as fast as real time"] for row in closed]
     worst, last = max(abs(row["error, %"]) for row in closed), abs(opened[-1]["error, %"])
     findings = [
-        f"{same} of {len(closed)} workloads take the same steps in the simulation: rows, chunks of prefill"
-        " and preemptions.",
+        f"{same} of {len(closed)} workloads take the same steps in the simulation as in reality, with the"
+        " same rows, prefill chunks and preemptions.",
         f"The wall time of a workload is off by {mean(closed, 'error, %'):.1f}% on average (at most"
         f" {worst:.1f}%), and the P99 latency by {mean(closed, 'P99 error, %'):.1f}%.",
-        f"With arriving requests the mean latency is off by {mean(opened, 'error, %'):.1f}% on average, and"
-        f" by {last:.1f}% at {LOADS[-1]:.0%} of the capacity.",
+        f"With arriving requests, the mean latency is off by {mean(opened, 'error, %'):.1f}% on average over"
+        f" the loads, and by {last:.1f}% at a load of {LOADS[-1]:.0%} of the capacity.",
         f"The wall time of an RL stage is off by {mean(stages, 'error, %'):.1f}% on average, and"
-        f" by {before:.1f}% if it is simulated before any run, with lengths like the teacher's.",
+        f" by {before:.1f}% if it is simulated before any run, with the lengths of the demonstrations.",
         f"The simulation is {min(speeds):.1f} to {max(speeds):.1f} times as fast as reality. A step of the"
-        " tiny model takes about 1 ms. A tenth of this is the scheduler, which the simulation runs too.",
+        " tiny model takes about 1 ms. The scheduler, which the simulation runs too, takes a tenth of this.",
     ]
     return {
         "title": "Simulated runs against real ones",

@@ -35,12 +35,13 @@ COMPARED: Mapping[str, Sequence[tuple[Arm, Arm]]] = {  # by environment: an arm,
     ),
 }
 ABOUT = (
-    "A comparison names the recipe and the evaluation, as in `arithmetic/after_rl`, and compares pass@1. "
-    "`instructions`, `lora`, `preference` and `flywheel` start from the same model and are evaluated on the "
-    "same requests. In `system_prompt`, only the evaluation `told` shows the system prompt to the model. "
-    "Intervals in the tables are 95% bootstrap intervals over the tasks of one seed. Other programs used the "
-    "machines too, so the seconds are upper bounds. Differences are tested [over paired "
-    "seeds](index.md#differences-over-seeds). Holm's correction covers the comparisons in one environment."
+    "The comparisons are of pass@1. Each names a recipe and one of its evaluations, as in "
+    "`arithmetic/after_rl`. `instructions`, `lora`, `preference` and `flywheel` start from the same model "
+    "and are evaluated on the same tasks. In `system_prompt`, only the evaluation `told` shows the system "
+    "prompt to the model. Intervals in the table *Evaluations* are 95% intervals over the tasks of one seed. "
+    "Other programs used the machines, too, so the seconds are upper bounds. Differences are tested [over "
+    "paired seeds](index.md#differences-over-seeds), and Holm's method corrects for the comparisons in the "
+    "same environment."
 )
 
 

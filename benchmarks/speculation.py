@@ -99,26 +99,28 @@ class Case:
 
 ABOUT = f"""\
 The model samples in float32. The prompt *code edit* asks for a Python file with one name changed, *quote* for
-sentences of a text, *summary* for a summary of the text, and *story* for a story.
+sentences of a given text, *summary* for a summary of this text, and *story* for a story.
 
 * The arm *lookup* proposes the tokens that followed an earlier occurrence of the last tokens.
 * The arm *int8 draft* samples draft tokens from an int8 copy of the model.
-* Both choose the number of draft tokens, up to 10, from the acceptance rate and the number of samples in the
-  step. With 64 samples they propose none, because even accepted draft tokens cost more time than they save.
-* The arms *not adaptive* always propose as many as they can: up to 10, or up to 4 with the draft.
+* Both arms choose the number of draft tokens, up to 10, from the acceptance rate and the number of samples in
+  the step. With 64 samples they propose none, because even accepted draft tokens cost more time than they
+  save.
+* The arms *not adaptive* always propose as many draft tokens as they can: *lookup* up to 10, and *int8 draft*
+  up to 4.
 * All arms sample the same tokens and log-probs, bit for bit.
 
 The columns:
 
 * *Tokens per CPU second* are sampled tokens, without the time of the prompt. *Speed / speed of off* is
-  relative to the arm without speculation.
-* *Tokens per step* is the mean per sample.
+  relative to the arm *off*, which does not speculate.
+* *Tokens per step* is the mean number of tokens that a sample gets in a step.
 * *Time of a step* is the time to compute several tokens of one sequence at position {POSITION}, with logits
-  for all of them. A step of one token takes as long as reading the weights. *Cost of a draft token* is the
-  time of one more token, as a share of a step of one token.
+  for all of them. A step of one token takes about as long as reading the weights. *Cost of a draft token* is
+  the time that one more token adds, as a share of the time of a step of one token.
 
-Each arm ran once, in alternation, while other programs used the cores. Arms that propose nothing differ from
-*off* only by chance."""
+Each arm ran once, and the arms took turns, while other programs used the cores. Arms that propose no draft
+tokens differ from *off* only by chance, so their ratios show how far a single measurement can be off."""
 CASES = [
     *(Case(text, 0.0, 1) for text in TEXTS),
     *(Case(text, 0.7, samples) for samples in BATCHES for text in BATCH_TEXTS),

@@ -32,10 +32,10 @@ KEYS, STEPS = 8, 80
 PAID = range(31, 41)  # the last ten steps with weights above 0
 MARGIN = 0.03  # tolerated loss of accuracy
 ABOUT = f"""\
-A task asks for the values of 8 keys, each in a separate shard. The model is trained from scratch. It reads
-the shards one after another (9 [critical steps](../reference/glossary.md)), or starts sub-agents that read
-one shard each (4 critical steps). After SFT on traces of which 90% are serial, only the orchestrator learns.
-All sub-agents are the model after SFT.
+A task asks for the values of {KEYS} keys, each in a separate shard. The model is trained from scratch. As the
+*orchestrator*, it reads the shards one after another (9 [critical steps](../reference/glossary.md)), or
+starts sub-agents that read one shard each (4 critical steps). SFT uses traces of which 90% read one shard
+after another. After SFT, RL trains only the orchestrator; all sub-agents keep the weights after SFT.
 
 Each arm trains for {STEPS} steps of 16 groups with 8 episodes. The arms differ in their reward terms:
 
@@ -47,17 +47,17 @@ Each arm trains for {STEPS} steps of 16 groups with 8 episodes. The arms differ 
 The columns:
 
 * Accuracy is measured on 192 held-out tasks with 2 episodes each, without a budget.
-* *Sub-agents per episode* are all that the model starts. At most 8 of them run. A sub-agent *finishes* if it
-  ends with a value.
-* *While paid* covers steps 31 to 40, the last ten with weights above 0.
-* *Total tokens* are over all agents, and include prompts, results and sampled tokens. They count a prefix
-  that sub-agents share once for each of them.
+* *Sub-agents per episode* counts all sub-agents that the orchestrator starts; at most 8 of them run. A
+  sub-agent *finishes* if it ends with a value.
+* *While paid* covers steps 31 to 40, the last ten steps in which the weights are above 0.
+* *Total tokens* are the tokens of all agents in prompts, results and answers. A prefix that several
+  sub-agents share counts once for each of them.
 * {SEEDS_ARE_THE_UNIT}
 
-The orchestrator learns when to start sub-agents and which keys to hand over. Looking up one value is a skill
-from SFT. No arm tests whether a larger model finds the swarm without demonstrations. The result depends on
-the learning rate: with 400 steps of SFT and a learning rate of 8e-4, the training with all terms diverged for
-one of two seeds."""
+In RL, the orchestrator learns when to start sub-agents and which keys to hand over. The model has learned in
+SFT how to look up one value. No arm tests whether a larger model finds the swarm without demonstrations. The
+result depends on the learning rate: with 400 steps of SFT and a learning rate of 8e-4, the training with all
+terms diverged for one of two seeds."""
 
 
 def main() -> None:
@@ -168,14 +168,13 @@ def findings(of: Any, compared: Mapping[str, SeedComparison]) -> list[str]:
         f" and a lower share, in every one of {len(rate)} seeds;"
         f" {_said(min(spawned) > 2 * KEYS and max(rate) < min(cured))}).",
         f"Critical steps with all terms and the budget, against `performance`: {steps.mean:+.0%} (95% "
-        f"interval {steps.low:+.0%} to {steps.high:+.0%}; expected: at least 40% fewer; "
+        f"interval {steps.low:+.0%} to {steps.high:+.0%}; {steps.conclusion}; expected: at least 40% fewer; "
         f"{_said(steps.high <= -0.4)}).",
         f"Accuracy with all terms and the budget, against `performance`: {100 * accuracy.mean:+.1f} points "
-        f"(95% interval {100 * accuracy.low:+.1f} to {100 * accuracy.high:+.1f}; expected: at most "
-        f"{100 * MARGIN:.0f} points lower; {_said(accuracy.low >= -MARGIN)}).",
+        f"(95% interval {100 * accuracy.low:+.1f} to {100 * accuracy.high:+.1f}; {accuracy.conclusion}; "
+        f"expected: at most {100 * MARGIN:.0f} points lower; {_said(accuracy.low >= -MARGIN)}).",
         f"Total tokens with all terms and the budget, against `performance`: {tokens.mean:+.0%} (95% interval"
-        f" {tokens.low:+.0%} to {tokens.high:+.0%}). The single agent could use as many tokens, but it ends"
-        " earlier.",
+        f" {tokens.low:+.0%} to {tokens.high:+.0%}; {tokens.conclusion}).",
     ]
 
 

@@ -98,17 +98,19 @@ def measurement(suite: Suite) -> str:
 An *arm* is one algorithm with its default options, except for the keys in
 `benchmarks/comparison/{suite.name}.yaml`. {suite.about}All arms of a seed start from {suite.start}, and see
 the same tasks in the same order. They train on the same number of episodes, with {suite.updates} optimizer
-updates per batch of rollouts. (For `dapo` the number is only about the same, because it resamples dead
-groups.) The learning rate of each arm is the best of {suite.rates} on a seed that is not shown.
+updates per batch of rollouts. (The number of episodes of `dapo` differs a little, because `dapo` resamples
+dead groups.) The learning rate of each arm is the best of {suite.rates} on a further seed, which the
+comparison leaves out.
 
 * *At equal episodes*: pass@1 on held-out tasks after training, from eight answers per task.
-* *At equal seconds*: the pass rate of each arm at the time when the fastest arm of the seed finishes. It is
-  the mean over the arm's last {WINDOW} completed steps, on training tasks that are new at every step. Seconds
-  are CPU seconds of the training process, without scoring and without the first step. Other programs only add
-  time, so for each step we use the lowest CPU time per episode of all seeds, times the number of episodes.
+* *At equal seconds*: the pass rate of each arm at the time when the fastest arm of the seed finishes. This
+  rate is the mean over the last {WINDOW} steps that the arm has completed by then, on training tasks that are
+  new at every step. Seconds are CPU seconds of the training process, without scoring and without the first
+  step. Other programs can only increase the CPU time. So we count each step with the lowest CPU time per
+  episode over all seeds, times the step's number of episodes.
 
 Differences are tested [over paired seeds](index.md#differences-over-seeds). In the charts the line is the
-mean over seeds, the band is the range, and gray is the reference arm."""
+mean over seeds, the band is the range, and the reference arm is gray."""
 
 
 def outcome(compared: Comparisons, suite: Suite) -> tuple[str, str]:
@@ -145,8 +147,8 @@ def _concluded(compared: Comparisons, question: str, conclusion: str) -> list[st
 
 
 def compare(settings: Mapping[str, Arms]) -> Comparisons:
-    """Compare every arm with the first arm of its setting, at equal episodes and at equal seconds."""
-    questions = {"episodes": at_equal_episodes, "seconds": at_equal_seconds}
+    """Compare every arm with the first arm of its setting, for each of three questions."""
+    questions = {"episodes": at_equal_episodes, "seconds": at_equal_seconds, "tokens": change_of_length}
     differences = {
         (name, question, arm): values
         for name, arms in settings.items()
@@ -177,8 +179,12 @@ def findings(setting: str, arms: Arms, compared: Comparisons) -> list[str]:
         ]
         if rest := [f"`{arm}`" for arm, entry in tested.items() if entry.conclusion == "no difference shown"]:
             sentences.append(f"No difference from `{base}` shown at equal {question}: {', '.join(rest)}.")
-    for arm in others:
-        sentences += _shorter(arms, base, arm)
+    sentences += [
+        f"Tokens per answer of `{arm}` against `{base}`: {entry.conclusion} ({entry.mean:+.1%}, 95% interval "
+        f"{entry.low:+.1%} to {entry.high:+.1%}; corrected p = {entry.p_corrected:.2g})."
+        for arm in others
+        if (entry := compared.get((setting, "tokens", arm)))
+    ]
     widths = [
         (entry.high - entry.low) / 2
         for (name, kind, _), entry in compared.items()
@@ -186,22 +192,10 @@ def findings(setting: str, arms: Arms, compared: Comparisons) -> list[str]:
     ]
     bounds = " to ".join(dict.fromkeys(f"{100 * width:.1f}" for width in (min(widths), max(widths))))
     sentences.append(
-        "The seeds cannot show small differences: at equal episodes, 95% intervals reach"
-        f" {bounds} points to either side."
+        "The comparison cannot show small differences: at equal episodes, the 95% intervals reach"
+        f" {bounds} points below and above the mean difference."
     )
     return sentences
-
-
-def _shorter(arms: Arms, base: str, arm: str) -> list[str]:
-    """The reduction in tokens by an arm that is meant to shorten answers."""
-    if arm != "toggle":
-        return []
-    pairs = _pairs(arms, base, arm)
-    cut = t_interval([1 - record["length"] / other["length"] for other, record in pairs.values()])
-    return [
-        f"`{arm}` writes {cut['mean']:.1%} fewer tokens per answer than `{base}` (95% interval over seeds"
-        f" {cut['low']:.1%} to {cut['high']:.1%})."
-    ]
 
 
 def at_equal_episodes(arms: Arms) -> dict[str, list[float]]:
@@ -228,6 +222,16 @@ def at_equal_seconds(arms: Arms) -> dict[str, list[float]]:
         ]
         for arm in others
         if (pairs := _pairs(arms, base, arm))
+    }
+
+
+def change_of_length(arms: Arms) -> dict[str, list[float]]:
+    """Relative change of tokens per answer, by arm that is meant to shorten answers, one value per seed."""
+    base = next(iter(arms))
+    return {
+        arm: [record["length"] / other["length"] - 1 for other, record in pairs.values()]
+        for arm in arms
+        if arm == "toggle" and (pairs := _pairs(arms, base, arm))
     }
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from statistics import median
 
+from perilune.metrics.across_seeds import SIGNIFICANCE
+
 from .text import Document, Lead, Leads, change, count, mean_share, span
 
 
@@ -47,13 +49,14 @@ def search_as_code(document: Document) -> Lead:
 def swarm(document: Document) -> Lead:
     rows = {row["rewards"]: row for row in document["mean over seeds"]}
     every, alone = rows["performance, parallel, finish, budget"], rows["performance"]
+    shown = document["accuracy against performance"][0]["corrected p"] < SIGNIFICANCE
     return (
         "RL trains an agent that may start sub-agents to look up eight values, with all reward terms of PARL "
         "(parallel-agent RL) and with the reward for right answers alone.",
         f"With all terms and a budget, an episode takes {every['critical steps']:.1f} sequential steps and "
         f"{every['accuracy']:.1%} of the episodes are right; with the reward for right answers alone, an "
         f"episode takes {alone['critical steps']:.1f} steps and {alone['accuracy']:.1%} are right (means "
-        "over seeds).",
+        f"over seeds{'' if shown else '; no difference of accuracy shown'}).",
     )
 
 
@@ -76,9 +79,10 @@ def game_teachers(document: Document) -> Lead:
         games[row["game"]] = min(row["exploitability"], games.get(row["game"], row["exploitability"]))
     return (
         f"Teachers for {count(len(document['best teacher of each game']), 'game')} play against random "
-        f"moves and against each other, and their exploitability is measured in {count(len(games), 'game')}.",
-        f"The teacher beats random play in {won} of {len(matches)} matches (95% interval of its mean "
-        "return above 0), and the least exploitable teachers have an exploitability of "
+        "moves and against other teachers, and their exploitability is measured in "
+        f"{count(len(games), 'game')}.",
+        f"The teacher beats random play in {won} of {len(matches)} games (95% interval of its mean return "
+        "above 0), and the least exploitable teacher of a game has an exploitability of "
         f"{span(games.values(), '.2g')}.",
     )
 
@@ -104,7 +108,7 @@ def recursion(document: Document) -> Lead:
         "code that asks the model itself about each line, or without such code.",
         f"With code that counts the answers (`counting`), median greedy accuracy is {short['counting']:.1%} "
         f"on 32 lines and {long['counting']:.1%} on 2,000; with all lines in the prompt (`direct`), it is "
-        f"{short['direct']:.1%} on 32 lines, and 2,000 do not fit.",
+        f"{short['direct']:.1%} on 32 lines, and 2,000 lines do not fit into the model's context.",
     )
 
 

@@ -79,9 +79,9 @@ def curriculum(document: Document) -> Lead:
         "RL on sums of two to six terms samples tasks either uniformly or by the pass rate of their "
         "difficulty (a curriculum).",
         "The curriculum changes the share of groups whose answers have different rewards by "
-        f"{100 * live.mean:+.1f} points (95% interval {100 * live.low:+.1f} to {100 * live.high:+.1f}), and "
-        f"pass@1 by {100 * passed.mean:+.1f} points ({100 * passed.low:+.1f} to {100 * passed.high:+.1f}; "
-        f"{passed.conclusion}).",
+        f"{100 * live.mean:+.1f} points (95% interval {100 * live.low:+.1f} to {100 * live.high:+.1f}; "
+        f"{live.conclusion}), and pass@1 by {100 * passed.mean:+.1f} points ({100 * passed.low:+.1f} to "
+        f"{100 * passed.high:+.1f}; {passed.conclusion}).",
     )
 
 
@@ -93,7 +93,7 @@ def preference_learning(document: Document) -> Lead:
         f"{count(len(table['sft']['pass@1']), 'seed')}.",
         f"Median pass@1 is {rates['sft']} after SFT, {rates['dpo']} after DPO, {rates['ipo']} after IPO, "
         f"{rates['dpo_nll']} after DPO with a negative log-likelihood (NLL) term, and {rates['imitation']} "
-        "after SFT on the right answers alone.",
+        "after SFT on right answers alone.",
     )
 
 
@@ -107,14 +107,14 @@ def distillation(document: Document) -> Lead:
             ("reverse_kl", "reverse KL"),
             ("forward_topk", "forward top-k"),
             ("gkd", "GKD"),
-            ("imitation", "SFT on the teacher's answers"),
+            ("imitation", "more SFT on the traces"),
         )
     ]
     return (
         "A student of 0.3 million parameters learns three-digit sums from a teacher of 0.7 million.",
         f"The student's median pass@1 over {count(len(table['start']['pass@1']), 'seed')} is "
         f"{rates['start']:.1%} at the start, {listed(methods)}; {claimed} of {len(rows)} "
-        "differences are significant.",
+        "comparisons show a difference.",
     )
 
 
@@ -150,8 +150,8 @@ def process_rewards(document: Document) -> Lead:
     return (
         "Process rewards computed with one forward pass are compared with Monte Carlo estimates, on the "
         "quickstart's three-digit sums.",
-        f"The rank correlation of the two is {span(values[True])} with one segment boundary after the "
-        f"working, and {span(values[False])} with more boundaries.",
+        f"The rank correlation of the two is {span(values[True])} if an answer has one segment boundary, "
+        f"after the written working, and {span(values[False])} with more boundaries.",
     )
 
 
@@ -161,11 +161,11 @@ def overoptimisation(document: Document) -> Lead:
     stopped = [run for run in runs if run["recommended_stop"] is not None]
     timely = sum(run["gold score at that step"] >= 0.8 * run["best gold score"] for run in stopped)
     return (
-        "GRPO trains on a reward that can be hacked or on a reward model, while the verifier's score, which "
-        "training does not use, shows the true quality.",
+        "GRPO trains on a reward that can be hacked or on a reward model, and the verifier's score, which "
+        "training does not use, measures the quality of the answers.",
         f"The verifier's score ended below 80% of its best in {fallen} of {len(runs)} runs; the "
-        f"over-optimization watch recommended stopping in {len(stopped)}, and in {timely} of them while the "
-        "score was still at least 80% of the best.",
+        f"over-optimization watch recommended stopping in {len(stopped)} runs, and in {timely} of them while "
+        "the score was still at least 80% of its best.",
     )
 
 

@@ -48,9 +48,9 @@ def routing_replay(document: Document) -> Lead:
     return (
         "A mixture-of-experts model of 1 million parameters trains with and without routing replay, in which "
         "the learner uses the experts that the sampler chose.",
-        "Replay reduces the KL between sampler and learner to "
-        f"{listed([f'{share:.0%} with {engine}' for engine, share in kept.items()])} weights in the sampler; "
-        f"{claimed} of {len(tests)} comparisons show a difference of pass@1.",
+        "With replay, the KL between sampler and learner is "
+        f"{listed([f'{share:.0%} (sampler in {engine})' for engine, share in kept.items()])} of the KL without "
+        f"replay, as means over seeds; {claimed} of {len(tests)} comparisons show a difference of pass@1.",
     )
 
 
@@ -106,8 +106,8 @@ def sandbox(document: Document) -> Lead:
     probes = document["probes"].values()
     contained = sum(probe["all mechanisms"] == "contained" for probe in probes)
     return (
-        f"{len(probes)} probes, programs that try to break out, run in the sandbox for code that a model "
-        "wrote, with all of its mechanisms and with one of them switched off.",
+        f"{len(probes)} programs that try to break out (probes) run in the sandbox for code that models "
+        "write, with all mechanisms of the sandbox and with one of them switched off.",
         f"With all mechanisms, the sandbox contains {contained} of {len(probes)} probes.",
     )
 

@@ -19,8 +19,10 @@ engine runs in its own process, and the engines take turns.
 * T, S and M are models of three sizes, described under *Setting*.
 * *Group* has several samples per prompt. *Ragged* has requests of different lengths, all submitted at the
   start. *Single* has one sample after a long prompt.
-* The *floor* is a lower bound on the time: matrix products and reads of the KV cache at the best rates of
-  these cores, measured between the turns.
+* The *floor* is the time that the matrix products and the reads of weights and KV cache would take at the
+  best rates of these cores, which are measured between the turns. The reads are at the rate of main memory,
+  and the KV cache has the type of the weights. So an engine can be faster than the floor if the processor's
+  caches hold its data, or if its KV cache is smaller.
 * *Greedy tokens equal to transformers* is the share of tokens before the first difference, in greedy answers.
   *Log-prob difference* is the largest difference among these tokens, in nats."""
 

@@ -44,8 +44,8 @@ def record(arm: str, seed: int, rate: float, seconds: float, length: float = 20.
     }
 
 
-def page_of(**arms: list[tuple[float, float]]) -> dict[str, Any]:
-    """The page for arms given as (pass@1, CPU seconds) for each seed."""
+def page_of(**arms: list[tuple[float, ...]]) -> dict[str, Any]:
+    """The page for arms given as (pass@1, CPU seconds), and optionally tokens per answer, for each seed."""
     return view({
         "command": "python benchmarks/algorithms.py",
         "settings": {"toy": {"title": "A toy", "arms": dict.fromkeys(arms)}},
@@ -89,6 +89,14 @@ def test_equal_seconds_ignore_load_of_the_machine() -> None:
     page = page_of(grpo=[(0.7, 10.0)] * 3, disturbed=[(0.7, 14.0), (0.7, 10.0), (0.7, 25.0)])
     (row,) = page["A toy"]["against grpo at equal seconds"]
     assert row["difference, points"] == "+0.0"
+
+
+def test_change_of_tokens_per_answer_is_tested_over_seeds() -> None:
+    base = [(0.7, 10.0, 20.0)] * 3
+    page = page_of(grpo=base, toggle=[(0.7, 10.0, length) for length in (18.0, 24.0, 12.0)])
+    assert "Tokens per answer of `toggle` against `grpo`: no difference shown (-10.0%" in page["findings"]
+    page = page_of(grpo=base, toggle=[(0.7, 10.0, length) for length in (18.0, 18.1, 17.9)])
+    assert "Tokens per answer of `toggle` against `grpo`: lower (-10.0%" in page["findings"]
 
 
 def test_rate_at_weights_steps_by_episodes() -> None:

@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import report  # noqa: E402
 from leads import LEADS, QUESTIONS  # noqa: E402
 from leads.text import count, listed, span  # noqa: E402
+from selfplay_view import lead as lead_of_self_play  # noqa: E402
 
 DATA: dict[str, Any] = {"title": "Pass rates", "about": "Two arms.", "command": "python it.py"}
 
@@ -87,6 +88,15 @@ def test_leads_change_with_the_data() -> None:
     assert "no lost runs" in LEADS["soak"](data)[1]
     data["outcome"][0]["lost runs"] = 12
     assert "12 lost runs" in LEADS["soak"](data)[1]
+
+
+def test_lead_of_self_play_names_changes_that_are_not_shown() -> None:
+    runs = json.loads((report.RESULTS / "selfplay.json").read_text())["runs"]
+    assert "Kuhn poker is 0.03 (0.20 before)," in lead_of_self_play(runs)[1]
+    for run in runs["kuhn_poker"]:
+        for row in run["league"]["judgements"]:
+            row["exploitability"] = 0.2
+    assert "Kuhn poker is 0.20 (0.20 before; no difference shown)," in lead_of_self_play(runs)[1]
 
 
 @pytest.mark.slow

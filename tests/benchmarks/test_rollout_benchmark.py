@@ -206,13 +206,19 @@ def test_view_lists_slower_cases_with_reasons() -> None:
     assert "at least 3 times as fast as `generate` in 1 of 1" in text
     (row,) = (line for line in text.splitlines() if line.startswith("| T group, float32, one core |"))
     assert row.split(" | ")[1:] == ["openvino", "0.50", "10.00", "0.83", "1.00", "20%", "", "25%", "50% |"]
-    assert "at most 2.0 times as high" in text
+    assert "by a factor of at most 2.0" in text
 
 
 def test_view_reports_busy_machine() -> None:
     ours = record("perilune", [2.0], processor_seconds=[1.7])
     text = view(document(ours, record("transformers", [2.0])))["findings"]
-    assert "In 1 of 2 measurements other processes used the same cores" in text
+    assert "In 1 of 2 measurements on one core, other processes" in text
+
+
+def test_measurements_on_two_cores_do_not_count_as_disturbed() -> None:
+    records = [record(name, [2.0], processor_seconds=[1.7]) for name in ("perilune", "transformers")]
+    text = view(document(*({**one, "cores": 2} for one in records)))["findings"]
+    assert "measurements on one core" not in text
 
 
 def test_view_shows_wrong_and_failed_records_without_comparing() -> None:
