@@ -189,7 +189,7 @@ def descriptors(facts: Mapping[str, Any]) -> Attempts:
 
 
 def disk(facts: Mapping[str, Any]) -> Attempts:
-    """Fill twice the scratch folder for a moment: with one file, many files, and empty names."""
+    """Write twice the size of the scratch folder for a moment: one file, many files, and empty folders."""
     import os
     import time
     from pathlib import Path

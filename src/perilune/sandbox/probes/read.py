@@ -25,7 +25,7 @@ def secrets(facts: Mapping[str, Any]) -> Attempts:
 
 
 def project(facts: Mapping[str, Any]) -> Attempts:
-    """Read what contains answers: this package and the packages installed beside it."""
+    """Read files that may contain answers: this package and the packages installed beside it."""
     import importlib
     import os
     import sys
