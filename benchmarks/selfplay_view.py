@@ -119,9 +119,7 @@ def compare(runs: Mapping[str, Sequence[Run]]) -> dict[str, SeedComparison]:
     """Test the main figure of each game over seeds: the champion against the policy after imitation."""
     return compare_over_seeds(
         {
-            game: [
-                judged(run)["champion"][MAIN[game]] - judged(run)["start"][MAIN[game]] for run in played
-            ]
+            game: [judged(run)["champion"][MAIN[game]] - judged(run)["start"][MAIN[game]] for run in played]
             for game, played in runs.items()
         }
     )

@@ -150,8 +150,9 @@ def process_rewards(document: Document) -> Lead:
     return (
         "Process rewards computed with one forward pass are compared with Monte Carlo estimates, on the "
         "quickstart's three-digit sums.",
-        f"The rank correlation of the two is {span(values[True])} if an answer has one segment boundary, "
-        f"after the written working, and {span(values[False])} with more boundaries.",
+        f"The rank correlation of one-pass and Monte Carlo estimates is {span(values[True])} if an answer "
+        f"has one segment boundary, after the written working, and {span(values[False])} with more "
+        "boundaries.",
     )
 
 

@@ -49,8 +49,9 @@ def routing_replay(document: Document) -> Lead:
         "A mixture-of-experts model of 1 million parameters trains with and without routing replay, in which "
         "the learner uses the experts that the sampler chose.",
         "With replay, the KL between sampler and learner is "
-        f"{listed([f'{share:.0%} (sampler in {engine})' for engine, share in kept.items()])} of the KL without "
-        f"replay, as means over seeds; {claimed} of {len(tests)} comparisons show a difference of pass@1.",
+        f"{listed([f'{share:.0%} (sampler in {engine})' for engine, share in kept.items()])} of the KL "
+        f"without replay, as means over seeds; {claimed} of {len(tests)} comparisons show a difference of "
+        "pass@1.",
     )
 
 
