@@ -15,18 +15,22 @@ class Lease(Frozen):
     """
 
     max_lifetime: Annotated[
-        float, Field(gt=0, description="seconds that a machine may exist, counted from the request")
+        float,
+        Field(gt=0, description="maximum lifetime of a machine in seconds, counted from the request"),
     ]
     idle: Annotated[
         float,
-        Field(gt=0, description="seconds that a machine may exist while no attempt runs on it"),
+        Field(gt=0, description="seconds after which a machine that no attempt needs is terminated"),
     ] = 600.0
     max_cost: Annotated[
-        float, Field(gt=0, description="currency units that a machine may cost, at the provider's price")
+        float,
+        Field(gt=0, description="maximum cost of a machine in currency units, at the provider's price"),
     ]
     ready_within: Annotated[
         float,
-        Field(gt=0, description="seconds after the request when a machine that is not ready is terminated"),
+        Field(
+            gt=0, description="seconds after the request at which a machine that is not ready is terminated"
+        ),
     ] = 900.0
 
     def max_seconds(self, price: float) -> float:
@@ -42,6 +46,6 @@ def compute_cost(price: float, seconds: float) -> float:
 class Rental(Frozen):
     """The kind of machine to rent for an attempt, and its lease."""
 
-    provider: Annotated[str, Field(description="a provider of providers.yaml in the home directory")]
-    kind: Annotated[str, Field(description="type of machine, by the provider's name")]
+    provider: Annotated[str, Field(description="name of a provider in providers.yaml, in the home directory")]
+    kind: Annotated[str, Field(description="the provider's name for the machine type")]
     lease: Lease

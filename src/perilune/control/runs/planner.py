@@ -119,10 +119,13 @@ class Retry(Frozen):
     """The number of attempts that may follow failures, by class of failure."""
 
     infrastructure: int = Field(5, ge=0, description="retries after a failure of the machine or of Perilune")
-    lost: int = Field(5, ge=0, description="retries after contact was lost")
+    lost: int = Field(5, ge=0, description="retries after contact with the attempt was lost")
     user: int = Field(0, ge=0, description="retries after a failure of the task itself")
     base: float = Field(
-        0.5, gt=0, description="seconds; the n-th retry waits a random time up to base * 2**(n - 1)"
+        0.5,
+        gt=0,
+        description="base of the waiting times in seconds; the n-th retry waits a random time up to"
+        " base * 2**(n - 1)",
     )
     cap: float = Field(300.0, gt=0, description="longest wait before a retry, in seconds")
 

@@ -57,10 +57,10 @@ class RentedTarget(Rental):
 class ResourcesChange(Frozen):
     """Resources of the machine, in place of those in the recipe."""
 
-    device: Literal["auto", "cpu", "cuda"] | None = Field(None, description="where tensors live")
-    threads: int | None = Field(None, ge=0, description="threads of a process on a CPU")
+    device: Literal["auto", "cpu", "cuda"] | None = Field(None, description="device of the tensors")
+    threads: int | None = Field(None, ge=0, description="threads of each process on a CPU")
     processes: int | None = Field(
-        None, ge=1, le=64, description="processes of a training stage, on each machine"
+        None, ge=1, le=64, description="processes of a training stage on each machine"
     )
     nodes: int | None = Field(None, ge=1, le=64, description="machines of a training stage")
     sharded: bool | None = Field(None, description="whether processes shard the weights")
@@ -86,7 +86,8 @@ class Template(Frozen):
         LocalTarget(), description="where: local, ssh with its address, or rented with its cost limits"
     )
     launcher: Annotated[_Process | _Docker, Discriminator(_launcher)] = Field(
-        "process", description="how a worker starts there: process, or a section with the name docker"
+        "process",
+        description="how a worker starts at the placement: process, or a section with `name: docker`",
     )
     resources: ResourcesChange = Field(ResourcesChange(), description="resources of the machine")
     retry: Retry = Field(Retry(), description="how often a failed run is tried again")
@@ -97,12 +98,14 @@ class Template(Frozen):
         " weights), or all (also those to resume from, with the optimizer's moments); by default all from a"
         " rented machine and final from any other",
     )
-    slots: int | None = Field(None, ge=1, description="maximum runs at this placement at once; others wait")
+    slots: int | None = Field(
+        None, ge=1, description="maximum number of runs at this placement at once; further runs wait"
+    )
     price: float | None = Field(
         None,
         ge=0,
         description="currency units that the machine costs per hour, for the costs that plans and runs print;"
-        " a rented machine has its provider's price",
+        " not for a rented machine, whose provider states the price",
     )
     priority: int = Field(
         0, description="waiting runs start by priority, highest first, then in order of submission"

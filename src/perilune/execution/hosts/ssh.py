@@ -71,9 +71,10 @@ class SshSettings(Frozen):
     host_key: str | None = Field(
         None,
         pattern=r"^(ssh|ecdsa|sk)-[A-Za-z0-9@.-]+ [A-Za-z0-9+/=]+$",
-        description='public key of the machine, "ssh-ed25519 AAAA..."; by default known_hosts must hold it',
+        description='public key of the machine, "ssh-ed25519 AAAA..."; by default the key must be in'
+        " known_hosts",
     )
-    config: str | None = Field(None, description="an ssh config file instead of the user's")
+    config: str | None = Field(None, description="ssh config file to use instead of the user's")
 
 
 class SshHost:

@@ -30,24 +30,27 @@ class Container(Frozen):
     )
     image: str = Field(description="NAME@sha256:DIGEST, or the ID of a local image, sha256:ID")
     python: str = Field("python3", description="interpreter in the image, 3.11 or newer")
-    gpus: Literal["all"] | tuple[int, ...] = Field((), description='indices of the GPUs it gets, or "all"')
+    gpus: Literal["all"] | tuple[int, ...] = Field(
+        (), description='indices of the GPUs in the container, or "all"'
+    )
     mounts: tuple[Folder, ...] = Field(
         (), description="folders of the machine, mounted read-only at the same path"
     )
     user: str | None = Field(
         None,
         pattern=r"^[0-9]+:[0-9]+$",
-        description='"UID:GID" of its processes; by default the user who starts them on the machine',
+        description='"UID:GID" of the processes in the container; by default the user who starts them on the'
+        " machine",
     )
     network: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$",
-        description="none, host, or another network of the program; by default the program's own",
+        description="none, host, or another network of the program; by default the program's default network",
     )
     memory: Size | None = Field(
         None, description='memory limit, such as "16g"; exceeding it ends the container'
     )
-    shared_memory: Size = Field("1g", description="size of its /dev/shm")
+    shared_memory: Size = Field("1g", description="size of /dev/shm in the container")
 
     @field_validator("image")
     @classmethod

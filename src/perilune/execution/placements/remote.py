@@ -86,11 +86,12 @@ class Site(Frozen):
     python: str = Field("python3", description="interpreter on the machine")
     installed: bool = Field(
         False,
-        description="true: the machine already has all packages, which Perilune checks; it installs nothing",
+        description="whether the machine already has all packages; Perilune then checks them and installs"
+        " nothing",
     )
     workspace: str = Field("~/.perilune/attempts", description="folder on the machine for attempts")
     environment: dict[str, str] = Field(
-        {}, description="more environment variables for the worker and its installer; no secrets"
+        {}, description="additional environment variables of the worker and its installer; no secrets"
     )
     store: float = Field(
         0.25,

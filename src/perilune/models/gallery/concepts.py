@@ -29,24 +29,24 @@ CONCEPTS = (
     Concept(
         "GQA",
         "Grouped-query attention",
-        "Several query heads share one key-value head. The cache shrinks by heads / kv_heads; with one "
-        "key-value head for all it is multi-query attention.",
+        "Several query heads share one key-value head, so the cache is smaller by the factor heads / "
+        "kv_heads. With a single key-value head, this is multi-query attention.",
         "Ainslie et al., arXiv 2305.13245",
         "perilune.models.decoder:SelfAttention.forward",
     ),
     Concept(
         "MLA",
         "Multi-head latent attention",
-        "The cache holds one compressed vector per token and a small rotary key that all heads share. Keys "
-        "and values of each head are projections of that vector.",
+        "For each token, the cache holds one compressed vector and a small rotary key, which all heads "
+        "share. The keys and values of each head are projections of the compressed vector.",
         "DeepSeek-V2, arXiv 2405.04434",
         "perilune.models.latent:LatentAttention.forward",
     ),
     Concept(
         "SWA",
         "Sliding-window attention",
-        "A token attends to the last W tokens only, so the cache of that layer stops growing at W tokens. "
-        "Most models mix such layers with layers that attend to everything.",
+        "A token attends only to the last W tokens, so the layer's cache stops growing at W tokens. "
+        "Most models mix such layers with layers that attend to all tokens.",
         "Beltagy et al., arXiv 2004.05150",
         "perilune.models.attention:PackedAttention.__call__",
     ),
@@ -61,24 +61,24 @@ CONCEPTS = (
     Concept(
         "NoPE",
         "Layers without position embedding",
-        "Some layers skip the rotary embedding. They get the order of tokens only from the causal mask, so "
-        "longer contexts need no change of a rotary base there.",
+        "Some layers skip the rotary embedding. These layers know the order of tokens only from the causal "
+        "mask, so they need no other rotary base for a longer context.",
         "Kazemnejad et al., arXiv 2305.19466",
         "perilune.models.config.decoder_config:DecoderConfig.layer_rope",
     ),
     Concept(
         "Gated DeltaNet",
         "Gated delta rule",
-        "A recurrence replaces attention: a matrix per head decays by a gate, and each token corrects what "
-        "the matrix returns for its key. The state has a fixed size at every length.",
+        "A recurrence replaces attention: a gate decays one matrix per head, and each token corrects what "
+        "this matrix returns for the token's key. The state has the same size for every sequence length.",
         "Yang et al., arXiv 2412.06464",
         "perilune.models.delta:GatedDeltaNet.forward",
     ),
     Concept(
         "MoE",
         "Mixture of experts",
-        "A router chooses a few of many feed-forward networks for each token. Memory grows with all experts, "
-        "compute only with the chosen ones.",
+        "A router chooses a few of many feed-forward networks (experts) for each token. Memory grows with "
+        "the number of all experts, compute only with the number of chosen experts.",
         "Shazeer et al., arXiv 1701.06538",
         "perilune.models.feed_forward:MixtureOfExperts.route",
     ),
