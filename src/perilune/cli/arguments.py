@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from perilune.control.runs.experiments import Control
 
 MAX_COMPLETED_EXPERIMENTS = 5  # experiments whose runs the shell completes
-RUN_HELP = "Run id or its first characters, EXPERIMENT/STAGE, or a stage of the latest experiment."
+RUN_HELP = (
+    "A run: its id, the first characters of its id, EXPERIMENT/STAGE, or a stage of the latest experiment."
+)
 
 MAX_COUNTED_TASKS = 4096  # tasks that are made to count those of an environment, which may have no end
 
@@ -80,7 +82,8 @@ ServerToken = Annotated[
     typer.Option(
         "--token-env",
         metavar="NAME",
-        help="Secret with the bearer token of the server: a variable, or a name of `perilune secrets`.",
+        help="Name of the secret with the server's bearer token: an environment variable, or a name that "
+        "`perilune secrets list` shows.",
     ),
 ]
 CheckpointArgument = Annotated[
@@ -88,7 +91,7 @@ CheckpointArgument = Annotated[
     typer.Argument(
         metavar="CHECKPOINT",
         help="A Hugging Face folder, a GGUF file, a model from `perilune model fetch`, or a run that "
-        "made a checkpoint: its id, or EXPERIMENT/STAGE.",
+        "wrote a checkpoint: its id, or EXPERIMENT/STAGE.",
         autocompletion=complete_run_names,
         show_default=False,
     ),
@@ -103,15 +106,21 @@ SetOption = Annotated[
 Json = Annotated[bool, typer.Option("--json", callback=reserve_stdout, help="Print one JSON document.")]
 EnvironmentFields = Annotated[
     list[str],
-    typer.Option("--set", metavar="KEY=VALUE", help="Set a field of the environment: config.max_terms=2."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Set a field of the environment: config.max_terms=2. Repeatable."
+    ),
 ]
 
-SplitOption = Annotated[Literal["train", "heldout"], typer.Option("--split", help="train or heldout.")]
+SplitOption = Annotated[
+    Literal["train", "heldout"], typer.Option("--split", help="Split of the tasks: train or heldout.")
+]
 AnswerTokens = Annotated[
     int | None,
-    typer.Option(min=1, help="Longest answer in tokens. Default: 64, or 256 for a pretrained model."),
+    typer.Option(
+        min=1, help="Maximum length of an answer in tokens. Default: 64, or 256 for a pretrained model."
+    ),
 ]
-EvaluationSeed = Annotated[int, typer.Option(min=0, help="Selects the tasks and the samples.")]
+EvaluationSeed = Annotated[int, typer.Option(min=0, help="Seed that selects the tasks and the samples.")]
 
 
 def check_output_folder(param: typer.CallbackParam, path: Path | None) -> Path | None:

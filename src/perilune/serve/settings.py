@@ -15,7 +15,8 @@ TokenEnv = Annotated[
     str,
     Option(
         metavar="NAME",
-        help="Environment variable with the bearer token of requests. Required unless HOST is loopback.",
+        help="Environment variable with the bearer token that requests must send. Required unless --host "
+        "is a loopback address.",
     ),
 ]
 
@@ -40,24 +41,26 @@ class Settings:
         Option(
             "--adapter",
             metavar="NAME=FOLDER",
-            help="A LoRA adapter as PEFT writes it; requests select it with model=NAME. Repeatable.",
+            help="A LoRA adapter in PEFT's format, which requests select with model=NAME. Repeatable.",
         ),
     ] = None
     adapters_from: Annotated[
         Path | None,
         Option(metavar="FOLDER", help="Let clients load and unload the LoRA adapters in this folder."),
     ] = None
-    slots: Annotated[int, Option(min=1, max=4096, help="Samples that are computed at a time.")] = 64
+    slots: Annotated[
+        int, Option(min=1, max=4096, help="Maximum number of samples that are computed at a time.")
+    ] = 64
     max_queue: Annotated[
-        int, Option(min=0, help="Samples that may wait; further requests get status 429.")
+        int, Option(min=0, help="Maximum number of waiting samples; further requests get status 429.")
     ] = 256
     cache_tokens: Annotated[
         int,
         Option(
             min=0,
             max=1 << 30,
-            help="Tokens in the KV cache, which bounds the length of a request. 0 for as many as fit into"
-            " 4 GiB.",
+            help="Size of the KV cache in tokens, which limits the length of a request. 0: as many tokens as"
+            " fit into 4 GiB.",
         ),
     ] = 0
     offload_memory: Annotated[
@@ -71,7 +74,7 @@ class Settings:
         Option(
             min=0,
             metavar="GIB",
-            help="Size of a temporary file for what does not fit into host memory, in GiB.",
+            help="Size of a temporary file for keys and values that do not fit into host memory, in GiB.",
         ),
     ] = 0.0
     speculate: Annotated[
@@ -88,16 +91,18 @@ class Settings:
             help="Draft model for --speculate draft. Default: the served model in int8.",
         ),
     ] = ""
-    max_body: Annotated[float, Option(min=0.001, max=1024, help="Largest request body, in MiB.")] = 4.0
+    max_body: Annotated[
+        float, Option(min=0.001, max=1024, help="Maximum size of a request body, in MiB.")
+    ] = 4.0
     backend: Annotated[
         Literal["native", "openvino"],
-        Option(help="Compute the model with Perilune's engine, or with OpenVINO on Intel devices."),
+        Option(help="Compute the model with Perilune's engine (native), or with OpenVINO on Intel devices."),
     ] = "native"
     device: Annotated[
         str,
         Option(
-            help="Device of the model: auto, cpu or cuda; with --backend openvino auto, CPU, GPU, NPU, or"
-            " another that `perilune doctor` lists."
+            help="Device of the model: auto, cpu or cuda. With --backend openvino: auto, CPU, GPU, NPU, or"
+            " another device that `perilune doctor` lists."
         ),
     ] = "auto"
     weights: Annotated[
@@ -109,14 +114,19 @@ class Settings:
     ] = "float32"
     dtype: Annotated[Literal["float32", "bfloat16"], Option(help="Dtype of the weights.")] = "float32"
     drain: Annotated[
-        float, Option(min=0, help="Seconds to finish open requests after SIGTERM or Ctrl-C.")
+        float, Option(min=0, help="Maximum seconds to finish open requests after SIGTERM or Ctrl-C.")
     ] = 30.0
     stall: Annotated[
-        float, Option(min=1, help="Seconds until a client that neither reads nor sends is disconnected.")
+        float,
+        Option(min=1, help="Seconds after which a client that neither reads nor sends is disconnected."),
     ] = 60.0
     max_connections: Annotated[
         int | None,
-        Option(min=1, help="Open connections. Default: what the limit on open files allows, at most 4096."),
+        Option(
+            min=1,
+            help="Maximum number of open connections. Default: as many as the limit on open files allows, at"
+            " most 4096.",
+        ),
     ] = None
     weight_updates: Annotated[
         bool,
@@ -136,11 +146,13 @@ class Settings:
     ] = False
     tool_format: Annotated[
         Literal["auto", ToolFormatName],
-        Option(help="How the model writes tool calls. auto finds it in the chat template."),
+        Option(help="Format of the model's tool calls. auto: read the format from the chat template."),
     ] = "auto"
     embeddings: Annotated[
         Literal["off", "mean", "last"],
-        Option(help="Serve /v1/embeddings: the mean hidden state of a text, or the one of its last token."),
+        Option(
+            help="Serve /v1/embeddings: a text's mean hidden state, or the hidden state of its last token."
+        ),
     ] = "off"
     traces: Annotated[
         Path | None,

@@ -23,7 +23,7 @@ def mcp(
     """Serve this home to software agents over MCP, on standard input and output.
 
     The tools read runs, curves, episodes and comparisons. With --actions, agents can also start and cancel
-    runs. A first call returns a plan with its cost and a token. Only a second call with this token acts.
+    runs. The first call returns a plan with its cost and a token. Only a second call with this token acts.
 
     \b
     perilune mcp

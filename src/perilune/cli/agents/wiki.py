@@ -34,9 +34,10 @@ def build(
 ) -> None:
     """Write a page for each run, recipe, environment and algorithm, and fill in all numbers.
 
-    Text between the `hand` markers of a page stays. Write a number there as {{ pass@1 of run ID }} or
-    {{ mean pass@1 of recipe NAME stage STAGE }}. Pages in the folder questions are yours. The same home gives
-    the same bytes. Exits with 1 if a citation has no answer, or an edited page was not written.
+    Keeps your text between the `hand` markers of a page and on pages in the folder questions. Write a number
+    there as {{ pass@1 of run ID }} or {{ mean pass@1 of recipe NAME stage STAGE }}. The same home gives the
+    same pages, byte for byte. Exits with 1 if a citation has no answer, or if a page was not written because
+    it was edited by hand.
 
     \b
     perilune wiki build
@@ -58,8 +59,9 @@ def build(
 def lint(wiki: Folder = None, as_json: Json = False) -> None:
     """Check all pages against the evidence. Exits with 1 if there are findings.
 
-    Verifies the signature and the figures of every run, and finds dead links, orphans, numbers that differ
-    from the evidence, bare numbers, replaced runs, claims from few seeds or overlapping intervals, and more.
+    Verifies the signature and the figures of every run. Finds dead links, orphans, numbers that differ from
+    the evidence, numbers without a citation, replaced runs, claims from few seeds or overlapping intervals,
+    and more.
 
     \b
     perilune wiki lint
@@ -114,11 +116,17 @@ def ask(
     *,
     wiki: Folder = None,
     url: Annotated[
-        str, typer.Option("--url", help="An OpenAI-compatible server. Without one, passages are the answer.")
+        str,
+        typer.Option(
+            "--url",
+            help="URL of an OpenAI-compatible server. Without it, the answer is the passages themselves.",
+        ),
     ] = "",
-    model: Annotated[str, typer.Option("--model", help="The model's name on the server.")] = "default",
+    model: Annotated[str, typer.Option("--model", help="Name of the model on the server.")] = "default",
     token_env: ServerToken = "",
-    file: Annotated[bool, typer.Option("--file", help="Keep the answer as a page in questions.")] = False,
+    file: Annotated[
+        bool, typer.Option("--file", help="Save the answer as a page in the folder questions.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Answer a question from the wiki, with sources.

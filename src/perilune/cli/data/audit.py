@@ -124,7 +124,9 @@ def _environment_name(section: Mapping[str, Any]) -> str:
 
 
 def replay(
-    file: Annotated[Path, typer.Argument(metavar="AUDIT.json", help="A file that `audit --out` wrote.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="AUDIT.json", help="A file that `environments audit --out` wrote.")
+    ],
     *,
     as_json: Json = False,
 ) -> None:

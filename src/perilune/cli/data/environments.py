@@ -48,7 +48,8 @@ app = make_command_group("List, show, sample, check and audit environments.")
 Name = Annotated[
     str,
     typer.Argument(
-        metavar="NAME", help="An id, with a family or game: reasoning_gym/chain_sum; or file.py:Class."
+        metavar="NAME",
+        help="Id of an environment with its family or game (reasoning_gym/chain_sum), or file.py:Class.",
     ),
 ]
 
@@ -56,7 +57,8 @@ Name = Annotated[
 @app.command("list", epilog="Example: perilune environments list reasoning_gym")
 def list_environments(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="List the families or games of this environment.")
+        str | None,
+        typer.Argument(metavar="NAME", help="Id of an environment whose families or games to list."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -147,19 +149,22 @@ def show(
 def sample(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME|RECIPE", help="An id, with a family or game; or a recipe with a model."),
+        typer.Argument(
+            metavar="NAME|RECIPE",
+            help="Id of an environment with its family or game, or a recipe with a model.",
+        ),
     ],
     settings: EnvironmentFields = [],  # noqa: B006  # typer reads the default and never changes it
     *,
     count: Annotated[int, typer.Option("-n", "--count", min=1, help="Number of tasks.")] = 5,
     split: SplitOption = "train",
-    seed: Annotated[int, typer.Option(help="Selects the tasks and their order.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed that selects the tasks and their order.")] = 0,
     model: Annotated[
         str, typer.Option(metavar="CHECKPOINT", help="Show the prompts as the tokens that this model sees.")
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Print tasks with prompt, answer, difficulty and the score of that answer.
+    """Print tasks with prompt, a right answer, difficulty and the score of this answer.
 
     For an environment with several turns, prints the whole episode of a right answer. For a recipe, or with
     --model, prints each prompt token by token, as the model's chat template renders it.
@@ -204,7 +209,7 @@ def check(
     settings: EnvironmentFields = [],  # noqa: B006  # typer reads the default and never changes it
     *,
     tasks: Annotated[int, typer.Option(min=1, help="Number of tasks to play.")] = 4,
-    seed: Annotated[int, typer.Option(help="Selects the tasks and the play.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed that selects the tasks and the play.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Play an environment and check the rules that every environment must follow."""
@@ -235,23 +240,26 @@ def audit(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="NAME|RECIPE", help="An id, with a family or game; or a recipe, as for `perilune run`."
+            metavar="NAME|RECIPE",
+            help="Id of an environment with its family or game, or a recipe, as for `perilune run`.",
         ),
     ],
     settings: EnvironmentFields = [],  # noqa: B006  # typer reads the default and never changes it
     *,
     tasks: Annotated[int, typer.Option(min=1, help="Number of tasks to probe.")] = 8,
     search: Annotated[
-        int, typer.Option(min=0, help="Outputs to try in the search, on each of 3 tasks.")
+        int, typer.Option(min=0, help="Outputs that the search tries on each of 3 tasks.")
     ] = 480,
-    seed: Annotated[int, typer.Option(help="Selects the tasks, probes and search.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Seed that selects the tasks, the probes and the outputs of the search.")
+    ] = 0,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE.json",
             dir_okay=False,
             callback=check_output_file,
-            help="Save the audit for `replay`.",
+            help="File for the audit, which `environments replay` reads.",
         ),
     ] = None,
     as_json: Json = False,

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from perilune.data.generation import Generator
 
 EnvironmentId = Annotated[
-    str, typer.Argument(metavar="ENVIRONMENT", help="An id, with a family: reasoning_gym/chain_sum.")
+    str,
+    typer.Argument(
+        metavar="ENVIRONMENT", help="Id of an environment, with its family: reasoning_gym/chain_sum."
+    ),
 ]
 Out = Annotated[
     Path,
@@ -37,14 +40,22 @@ Out = Annotated[
     ),
 ]
 TeacherOptions = Annotated[
-    list[str], typer.Option("--option", metavar="KEY=VALUE", help="Set an option of the teacher.")
+    list[str], typer.Option("--option", metavar="KEY=VALUE", help="Set an option of the teacher. Repeatable.")
 ]
 Strategies = Annotated[
     list[str],
-    typer.Option("--strategy", metavar="NAME=SHARE", help="Share of a strategy. Default: the teacher's."),
+    typer.Option(
+        "--strategy",
+        metavar="NAME=SHARE",
+        help="Set the share of a strategy. Default: the teacher's shares. Repeatable.",
+    ),
 ]
 ModelCheckpoint = Annotated[
-    str, typer.Option(metavar="CHECKPOINT", help="Instead of a teacher: a Hugging Face folder, or a run.")
+    str,
+    typer.Option(
+        metavar="CHECKPOINT",
+        help="Model that writes the records instead of a teacher: a Hugging Face folder, or a run.",
+    ),
 ]
 Tasks = Annotated[
     int | None, typer.Option(min=1, help="Number of tasks to use. Default: as many as --count needs.")
@@ -56,14 +67,16 @@ def generate(
     out: Out,
     *,
     teacher: Annotated[
-        str, typer.Option(help="The teacher that writes the records: a name, or file.py:Class.")
+        str, typer.Option(help="Teacher that writes the records: a name, or file.py:Class.")
     ] = "",
     settings: EnvironmentFields = [],  # noqa: B006  # typer reads the default and never changes it
     options: TeacherOptions = [],  # noqa: B006  # likewise
     strategies: Strategies = [],  # noqa: B006  # likewise
     model: ModelCheckpoint = "",
-    samples: Annotated[int, typer.Option(min=1, help="Answers of the model to each task.")] = 4,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer of the model in tokens.")] = 64,
+    samples: Annotated[int, typer.Option(min=1, help="Number of the model's answers to each task.")] = 4,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum length of the model's answers in tokens.")
+    ] = 64,
     temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature of the model.")] = 1.0,
     count: Annotated[int, typer.Option("-n", "--count", min=1, help="Number of records.")] = 1000,
     tasks: Tasks = None,

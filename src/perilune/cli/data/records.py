@@ -90,14 +90,25 @@ def filter_records(
         list[Path], typer.Option(metavar="FILE", help="Records that training must not see. Repeatable.")
     ] = [],  # noqa: B006  # typer reads the default and never changes it
     min_score: Annotated[float | None, typer.Option(help="Lowest score to keep.")] = None,
-    best: Annotated[int, typer.Option(min=0, help="Best records to keep for each task; 0 for all.")] = 1,
+    best: Annotated[
+        int, typer.Option(min=0, help="Number of records to keep for each task, the best first; 0 for all.")
+    ] = 1,
     near: Annotated[
-        float | None, typer.Option(help="Similarity from which texts count as duplicates; the best stays.")
+        float | None,
+        typer.Option(
+            help="Similarity at which texts count as duplicates, of which only the best record is kept."
+        ),
     ] = None,
-    min_characters: Annotated[int, typer.Option(min=0, help="Shortest last answer to keep.")] = 1,
-    max_characters: Annotated[int | None, typer.Option(min=1, help="Longest conversation to keep.")] = None,
+    min_characters: Annotated[
+        int, typer.Option(min=0, help="Minimum length of the last answer in characters.")
+    ] = 1,
+    max_characters: Annotated[
+        int | None, typer.Option(min=1, help="Maximum length of a conversation in characters.")
+    ] = None,
     language: Annotated[list[str], typer.Option(metavar="CODE", help="Language to keep. Repeatable.")] = [],  # noqa: B006  # likewise
-    ngram: Annotated[int, typer.Option(min=2, help="Words in a row that count as contamination.")] = 13,
+    ngram: Annotated[
+        int, typer.Option(min=2, help="Number of consecutive words in common that count as contamination.")
+    ] = 13,
     validation: Annotated[float, typer.Option(min=0.0, help="Share of tasks for validation.jsonl.")] = 0.0,
     as_json: Json = False,
 ) -> None:

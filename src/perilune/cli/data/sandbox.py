@@ -24,7 +24,9 @@ def audit(
         list[str],
         typer.Option(metavar="MECHANISM", help=f"Switch a mechanism off: {', '.join(SWITCHES)}. Repeatable."),
     ] = [],  # noqa: B006  # typer reads the default and never changes it
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also print what was refused.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also print what the sandbox refused.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Run hostile code in the sandbox, and report what it can see, read, write, reach and exhaust.

@@ -25,7 +25,7 @@ Bundle = Annotated[
     str,
     typer.Argument(
         metavar="PATH|RUN",
-        help="A folder with job.json. Or a run: its id, EXPERIMENT/STAGE, or a stage of the last experiment.",
+        help="Folder of a bundle, or a run: its id, EXPERIMENT/STAGE, or a stage of the latest experiment.",
         autocompletion=complete_run_names,
     ),
 ]
@@ -34,7 +34,7 @@ Bundle = Annotated[
 @app.command(epilog="Example: perilune bundle verify quickstart/rl")
 def verify(
     bundle: Bundle,
-    digest: Annotated[str | None, typer.Option(help="The digest that the bundle must have.")] = None,
+    digest: Annotated[str | None, typer.Option(help="Digest that the bundle must have.")] = None,
     as_json: Json = False,
 ) -> None:
     """Check every file of a bundle against its digest. Exits with 1 and names the first file that differs.
@@ -89,14 +89,16 @@ def inspect(bundle: Bundle, as_json: Json = False) -> None:
     epilog="Example: perilune bundle freeze recipes/quickstart.yaml --stage traces --out /tmp/bundle"
 )
 def freeze(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file.")],
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="File of the recipe.")],
     *,
     stage: Annotated[str, typer.Option(help="Name of the stage to freeze.")],
     out: Annotated[Path, typer.Option(callback=check_output_folder, help="New folder.")],
     given: Annotated[
         list[str] | None,
         typer.Option(
-            "--input", metavar="FIELD=PATH", help="The output of an earlier stage that FIELD consumes."
+            "--input",
+            metavar="FIELD=PATH",
+            help="Path of the earlier stage's output that the key FIELD consumes. Repeatable.",
         ),
     ] = None,
     set_: SetOption = None,

@@ -27,9 +27,9 @@ def chat(
     checkpoint: CheckpointArgument,
     *,
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 1.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 512,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of an answer in tokens.")] = 512,
     adapter: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="A LoRA adapter as PEFT writes it.")
+        Path | None, typer.Option(metavar="FOLDER", help="A LoRA adapter in PEFT's format.")
     ] = None,
     chat_template: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A Jinja file that replaces the chat template.")
@@ -40,14 +40,14 @@ def chat(
     separate: Annotated[
         bool, typer.Option("--separate", help="Answer each message on its own, as after /reset.")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Selects the samples.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed that selects the samples.")] = 0,
 ) -> None:
     """Chat with a checkpoint. Answers are streamed; Ctrl-C stops an answer.
 
     /reset forgets the conversation, /system TEXT sets the system message, /quit ends the chat. Without a
-    terminal, each line of stdin is one message, and the answers go to stdout. All messages are one
-    conversation. With --separate, each is a conversation of its own, and a message that cannot be answered is
-    reported on stderr without stopping the others.
+    terminal, each line of stdin is one message, and the answers go to stdout. All messages form one
+    conversation. With --separate, each message starts a new conversation, and a message that cannot be
+    answered is reported on stderr without stopping the following messages.
 
     \b
     perilune chat quickstart/rl --plain

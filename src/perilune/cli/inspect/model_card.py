@@ -30,12 +30,14 @@ def card(
     context: Annotated[int, typer.Option(min=0, help="Tokens in a sequence; 0 for the model's maximum.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 1,
     dtype: Annotated[
-        str, typer.Option(help=f"Dtype of weights and cache: {', '.join(DTYPES)}. Default: the config's.")
+        str, typer.Option(help=f"Dtype of weights and cache: {', '.join(DTYPES)}. Default: as in the config.")
     ] = "",
     as_json: Json = False,
     svg: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", callback=check_output_file, help="Also draw the size of the KV cache."),
+        typer.Option(
+            metavar="FILE", callback=check_output_file, help="Also write a plot of the size of the KV cache."
+        ),
     ] = None,
 ) -> None:
     """Print a model's parameters, attention layers, KV cache, compute and memory."""

@@ -25,7 +25,7 @@ def push(
         str,
         typer.Option(
             metavar="CHECKPOINT",
-            help="Send only the changes from this checkpoint. If the server has other weights, send all.",
+            help="Send only the changes from this checkpoint; all weights if the server has other ones.",
         ),
     ] = "",
     token_env: ServerToken = "",

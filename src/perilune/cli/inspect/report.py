@@ -16,14 +16,14 @@ def report(
         list[str],
         typer.Argument(
             metavar="EXPERIMENT|RUN...",
-            help="An experiment or run of `perilune runs`, a sweep, or a folder of attempts.",
+            help="Experiments or runs that `perilune runs` lists, sweeps, or folders of attempts.",
         ),
     ],
     out: Annotated[
-        Path, typer.Option("--out", callback=check_output_file, help="The HTML file to write.")
+        Path, typer.Option("--out", callback=check_output_file, help="HTML file to write.")
     ] = Path("report.html"),
 ) -> None:
-    """Write a self-contained HTML report. For several experiments or a sweep, it compares them.
+    """Write a self-contained HTML report. For several experiments or a sweep, the report compares them.
 
     \b
     perilune report quickstart --out report.html

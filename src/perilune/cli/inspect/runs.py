@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
 def runs(
     experiment: Annotated[
-        str | None, typer.Argument(help="Only this experiment: name, or first characters of its id.")
+        str | None,
+        typer.Argument(help="List only this experiment: its name, or the first characters of its id."),
     ] = None,
     *,
     last: Annotated[
-        int, typer.Option("--last", "-n", min=1, help="Number of experiments, the latest first.")
+        int, typer.Option("--last", "-n", min=1, help="Number of the latest experiments to list.")
     ] = 20,
     everything: Annotated[bool, typer.Option("--all", help="List all experiments.")] = False,
     as_json: Json = False,

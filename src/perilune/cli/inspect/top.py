@@ -13,7 +13,7 @@ from perilune.errors import RequestError
 
 def top(
     experiments: Annotated[
-        int, typer.Option("--last", "-n", min=1, help="Number of experiments, the latest first.")
+        int, typer.Option("--last", "-n", min=1, help="Number of the latest experiments to show.")
     ] = 10,
     every: Annotated[float, typer.Option(min=0.2, help="Seconds between two refreshes.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print the table once, as text.")] = False,

@@ -41,16 +41,19 @@ app.command("gate", epilog="Example: perilune traces gate suite calculator/rl --
 MAX_SHOWN = 10  # failed cases to print
 Targets = Annotated[
     list[str],
-    typer.Argument(metavar="EXPERIMENT|RUN|FOLDER...", help="Runs, or a folder, whose episodes to read."),
+    typer.Argument(
+        metavar="EXPERIMENT|RUN|FOLDER...", help="Experiments, runs or folders whose episodes to read."
+    ),
 ]
-Out = Annotated[Path, typer.Option("--out", callback=check_output_folder, help="The folder to write.")]
+Out = Annotated[Path, typer.Option("--out", callback=check_output_folder, help="Folder to write.")]
 Where = Annotated[
     str,
     typer.Option(
-        metavar="CONDITION", help=f"Which episodes: 'reward_terms.format < 1 and truncated'. {WHERE_HELP}"
+        metavar="CONDITION",
+        help=f"Condition on episodes: 'reward_terms.format < 1 and truncated'. {WHERE_HELP}",
     ),
 ]
-Most = Annotated[int, typer.Option(min=1, help="Maximum number of episodes per file, evenly spaced.")]
+Most = Annotated[int, typer.Option(min=1, help="Maximum number of episodes per file, at even intervals.")]
 
 
 @app.command("record", epilog="Example: perilune traces record calculator --where 'reward < 1' --out tapes")
@@ -59,7 +62,7 @@ def record_command(
 ) -> None:
     """Record every episode that matches a condition, as a suite without clusters.
 
-    A cassette is kept only if it replays exactly now.
+    Keeps only cassettes whose replay now gives exactly the recorded result.
     """
     from perilune.cli.inspect.recordings import record_targets
     from perilune.traces.causes import describe_cause
@@ -77,12 +80,12 @@ def suite_command(
     *,
     out: Out,
     where: Where = "",
-    each: Annotated[int, typer.Option(min=1, help="Cassettes to keep of each cause.")] = 1,
+    each: Annotated[int, typer.Option(min=1, help="Number of cassettes to keep of each cluster.")] = 1,
     hold_out: Annotated[float, typer.Option(min=0, max=1, help="Share of the suite that is held out.")] = 0.0,
     most: Most = 1000,
     as_json: Json = False,
 ) -> None:
-    """Record episodes, cluster them by the cause of their outcome, and keep the smallest of each cause."""
+    """Record episodes, cluster them by the cause of their outcome, and keep the smallest of each cluster."""
     from perilune.cli.inspect.recordings import record_targets
     from perilune.traces.causes import choose_cassettes, cluster_cassettes, is_held_out
     from perilune.traces.suite import Case, write_suite
@@ -102,7 +105,7 @@ def suite_command(
 def export_command(
     targets: Targets,
     *,
-    out: Annotated[Path, typer.Option("--out", callback=check_output_file, help="The file to write.")],
+    out: Annotated[Path, typer.Option("--out", callback=check_output_file, help="File to write.")],
     where: Where = "",
     texts: Annotated[bool, typer.Option(help="Include what the agents read and wrote.")] = False,
     as_json: Json = False,
@@ -136,21 +139,19 @@ def run_command(
     mode: Annotated[
         Literal["harness", "rescore", "exact"],
         typer.Option(
-            help="harness: the recorded turns of the model, all else live. rescore: only the verifier. "
-            "exact: the model live, and its tokens must be equal."
+            help="harness: replay the model's recorded turns, and run everything else. rescore: run only the "
+            "verifier. exact: run the model too, which must sample the recorded tokens."
         ),
     ] = "harness",
     part: SuitePart = "all",
-    checkpoint: Annotated[
-        str | None, typer.Option(help="For exact: the weights, as a folder or a run.")
-    ] = None,
+    checkpoint: Annotated[str | None, typer.Option(help="The weights for exact: a folder or a run.")] = None,
     accept: Annotated[
         bool,
-        typer.Option("--accept", help="Accept the results of the replays as expected; print the change."),
+        typer.Option("--accept", help="Accept the new results as the expected ones, and print the change."),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Play a suite and compare with what was recorded. Exit code 1 when a case differs.
+    """Play a suite and compare the results with the recording. Exits with 1 when a case differs.
 
     Compares rewards, reward terms, metrics, observations, their tokens, and how the episode ended.
     """
@@ -189,9 +190,9 @@ def fork_command(
     suite: SuiteArgument,
     digest: Annotated[str, typer.Argument(metavar="DIGEST", help="First characters of a cassette's digest.")],
     *,
-    after: Annotated[int, typer.Option(min=0, help="Turns to take from the recording.")],
-    checkpoint: Annotated[str | None, typer.Option(help="The weights, as a folder or a run.")] = None,
-    samples: Annotated[int, typer.Option(min=1, max=4096, help="Continuations to sample.")] = 16,
+    after: Annotated[int, typer.Option(min=0, help="Number of turns to take from the recording.")],
+    checkpoint: Annotated[str | None, typer.Option(help="The weights: a folder or a run.")] = None,
+    samples: Annotated[int, typer.Option(min=1, max=4096, help="Number of continuations to sample.")] = 16,
     as_json: Json = False,
 ) -> None:
     """Replay an episode up to a turn, sample continuations, and report how often they succeed."""
@@ -239,15 +240,15 @@ def shrink_command(
         typer.Option(
             metavar="PYTHON",
             help="Interpreter of an installation in which the suite passes. Shrinks the cases that fail "
-            "here, as long as the results of the two differ.",
+            "here, while the results of the two installations differ.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Cut turns and text from cassettes while they still fail in the same way, and write a smaller suite.
 
-    Without --baseline, each cassette keeps the cause of its outcome. Every candidate is played, so the result
-    is an episode of the harness as it is now.
+    Without --baseline, each cassette keeps the cause of its outcome. Perilune plays every candidate, so each
+    result is an episode that the current harness produces.
     """
     from perilune.traces.causes import describe_cause
     from perilune.traces.replay import Replayer

@@ -9,10 +9,10 @@ import typer
 from perilune.cli.arguments import AnswerTokens, CheckpointArgument, EvaluationSeed, Json, find_checkpoint
 from perilune.cli.output import echo, print_json
 
-SuiteArgument = Annotated[Path, typer.Argument(metavar="SUITE", help="A folder that record or suite wrote.")]
-SuitePart = Annotated[
-    Literal["all", "shown", "held-out"], typer.Option(help="The part of the suite to play.")
+SuiteArgument = Annotated[
+    Path, typer.Argument(metavar="SUITE", help="A folder that `traces record` or `traces suite` wrote.")
 ]
+SuitePart = Annotated[Literal["all", "shown", "held-out"], typer.Option(help="Part of the suite to play.")]
 
 
 def gate_command(
@@ -23,19 +23,17 @@ def gate_command(
         str | None,
         typer.Option(metavar="CHECKPOINT", help="Compare with this checkpoint instead of the recording."),
     ] = None,
-    loss: Annotated[
-        float, typer.Option(min=0, max=1, help="Loss of pass rate that is tolerated, such as 0.05.")
-    ] = 0.0,
+    loss: Annotated[float, typer.Option(min=0, max=1, help="Tolerated loss of pass@1, such as 0.05.")] = 0.0,
     samples: Annotated[int, typer.Option(min=1, help="Samples for each task.")] = 8,
     part: SuitePart = "all",
     max_tokens: AnswerTokens = None,
     seed: EvaluationSeed = 0,
     as_json: Json = False,
 ) -> None:
-    """Evaluate a checkpoint on the tasks of a suite. Exit code 1 when it is worse than the recording.
+    """Evaluate a checkpoint on the tasks of a suite. Exits with 1 when it is worse than the recording.
 
-    It is worse if the 95% interval of the change in pass@1, paired by task, lies below -LOSS as a whole. The
-    evaluations are runs like any other, and the same command reuses them.
+    The checkpoint is worse if the whole 95% interval of the change in pass@1, paired by task, lies below
+    -LOSS. The evaluations are runs like any other, and the same command reuses finished evaluations.
     """
     from perilune.cli.train.evaluate import run_evaluation
     from perilune.traces.environment import SuiteEnvironment, SuiteSpec

@@ -28,7 +28,7 @@ POLL_SECONDS = 2.0  # seconds between two reads of --follow
 def track(
     run: RunArgument,
     *,
-    to: Annotated[str, typer.Option("--to", metavar="NAME", help="tensorboard, wandb or mlflow.")],
+    to: Annotated[str, typer.Option("--to", metavar="NAME", help="Tracker: tensorboard, wandb or mlflow.")],
     out: Annotated[
         Path | None,
         typer.Option(
@@ -44,7 +44,7 @@ def track(
 ) -> None:
     """Copy the metrics of a run to TensorBoard, Weights & Biases or MLflow.
 
-    Replaces what was copied from the run before. W&B is offline unless WANDB_MODE is online. MLflow writes
+    Replaces an earlier copy of the same run. W&B is offline unless WANDB_MODE is online. MLflow writes
     files unless MLFLOW_TRACKING_URI names a server.
 
     \b

@@ -13,7 +13,7 @@ from perilune.serve.settings import Host, Port, TokenEnv
 
 def ui(
     home: Annotated[
-        Path | None, typer.Option("--home", help="Folder with the state. Default: $PERILUNE_HOME.")
+        Path | None, typer.Option("--home", help="Home directory to show. Default: $PERILUNE_HOME.")
     ] = None,
     *,
     host: Host = "127.0.0.1",

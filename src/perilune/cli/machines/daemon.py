@@ -34,12 +34,12 @@ class _Stop(BaseException):
 
 
 def daemon(every: Annotated[float, typer.Option(min=0.2, help="Seconds between two passes.")] = 2.0) -> None:
-    """Keep runs going until SIGTERM.
+    """Keep all runs of this home going until SIGTERM.
 
     The daemon records results, retries failed attempts, starts the next stage of experiments, and releases
     rented machines. It prints each change of state.
 
-    A home has at most one daemon. It keeps no state of its own: if it is killed, the next one continues.
+    A home has at most one daemon. The daemon keeps no state of its own: if it is killed, start it again.
     docs/how-to/daemon.md has a systemd unit.
 
     \b
@@ -103,9 +103,9 @@ def reconcile(
     watch: Annotated[bool, typer.Option("--watch", help="Repeat until Ctrl-C.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Update recorded state from what is running, and continue what can continue.
+    """Update the recorded state of live runs, and start the next stages of experiments.
 
-    Records the results of ended attempts and starts the next stage of experiments whose stage has succeeded.
+    Records the results of ended attempts, and starts the next stage of each experiment whose stage succeeded.
     Also checks that the events recorded since the last check are unchanged; `perilune verify` checks all.
     With `--watch --json`, prints one line of JSON for each check.
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 app = make_command_group("List rented machines and terminate them.")
 MachineArgument = Annotated[
-    str, typer.Argument(metavar="MACHINE", help="Its key, or the last characters of it.")
+    str, typer.Argument(metavar="MACHINE", help="Key of the machine, or the last characters of the key.")
 ]
 NARROW_COLUMNS = 110  # columns below which each machine takes two lines
 REAP_SECONDS = 1.0  # seconds between two rounds of `machines reap --wait`
@@ -120,17 +120,17 @@ def machines_show(machine: MachineArgument, as_json: Json = False) -> None:
 def machines_reap(
     grace: Annotated[
         float,
-        typer.Option(min=0, metavar="SECONDS", help="Spare unknown machines that are younger than this."),
+        typer.Option(min=0, metavar="SECONDS", help="Keep unrecorded machines that are younger than this."),
     ] = 120.0,
     wait: Annotated[
         float,
-        typer.Option(min=0, metavar="SECONDS", help="Wait at most this long for proof that all are gone."),
+        typer.Option(min=0, metavar="SECONDS", help="Maximum time to wait for proof that all are gone."),
     ] = 0.0,
     as_json: Json = False,
 ) -> None:
     """Terminate every machine that no run needs, including unrecorded machines with this home's tag.
 
-    Exits with 1 when a machine is not proven gone yet; later commands keep trying.
+    Exits with 1 when a machine is not yet proven to be gone. Later commands keep trying.
 
     \b
     perilune machines reap
@@ -161,16 +161,16 @@ def machines_reap(
 def machines_rm(
     machine: MachineArgument,
     force: Annotated[
-        bool, typer.Option("--force", help="Terminate it even while an attempt runs on it.")
+        bool, typer.Option("--force", help="Terminate the machine even while an attempt runs on it.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Terminate one machine. Files of its attempt that are not downloaded yet are lost.
 
-    Refuses a machine that an attempt waits for or runs on, without `--force`. An idle machine is terminated,
-    also if the next stage of its experiment would take it. A machine that is being terminated or is gone
-    stays so. Until the provider proves that the machine is gone, its state is `terminating`; every later
-    command checks again.
+    A machine that an attempt waits for or runs on is terminated only with `--force`. An idle machine is
+    terminated even if the next stage of its experiment would use it. For a machine that is being terminated
+    or is gone, nothing changes. Until the provider proves that the machine is gone, its state is
+    `terminating`, and every later command checks again.
 
     \b
     perilune machines rm perilune-7kq2m0x9ab-01jd0x-1-0
@@ -234,7 +234,7 @@ def cost(as_json: Json = False) -> None:
 
 def panic(
     patience: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="Longest time to keep trying.")
+        float, typer.Option(min=0, metavar="SECONDS", help="Maximum time to keep trying.")
     ] = 600.0,
     lift: Annotated[bool, typer.Option("--lift", help="Allow renting again. Terminates nothing.")] = False,
     as_json: Json = False,

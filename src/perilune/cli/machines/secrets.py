@@ -24,7 +24,9 @@ KEYRING_SERVICE = "perilune"
 app = make_command_group(
     "Configure where secrets are read from. Perilune never prints a value or writes it to a file."
 )
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name in recipes: JUDGE_KEY.")]
+NameArgument = Annotated[
+    str, typer.Argument(metavar="NAME", help="Name of the secret in recipes, such as JUDGE_KEY.")
+]
 
 
 @app.command("list", epilog="Example: perilune secrets list")
@@ -52,10 +54,12 @@ def set_secret(
     keyring: Annotated[
         bool,
         typer.Option(
-            "--keyring", help="Read from the system's keyring. Stores the value, from a prompt or stdin."
+            "--keyring",
+            help="Read from the system's keyring, and store the value there. The command asks for the value, "
+            "or reads it from stdin.",
         ),
     ] = False,
-    file: Annotated[Path | None, typer.Option(help="Read from a file that has only the value.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Read from a file that contains only the value.")] = None,
     environment: Annotated[str | None, typer.Option(help="Read from another environment variable.")] = None,
 ) -> None:
     """Set where the value of a secret is read from."""

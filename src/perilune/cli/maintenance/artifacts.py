@@ -23,7 +23,9 @@ app = make_command_group("Store the artifacts of runs in remote storage: a folde
 StoreOption = Annotated[
     str | None,
     typer.Option(
-        "--store", metavar="URL", help="A folder or s3://bucket/folder. Default: $PERILUNE_ARTIFACTS."
+        "--store",
+        metavar="URL",
+        help="The store: a folder, or s3://bucket/folder. Default: $PERILUNE_ARTIFACTS.",
     ),
 ]
 
@@ -69,7 +71,9 @@ def push(
 
 @app.command(epilog="Example: perilune artifacts pull 01J8ZK4T0Q --out evidence")
 def pull(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, or its first characters.")],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Id of the run, or the first characters of the id.")
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", callback=check_output_folder, help="New folder.")],
     store: StoreOption = None,
     as_json: Json = False,

@@ -133,9 +133,9 @@ def rm(
 ) -> None:
     """Remove an experiment: its record, runs, checkpoints and report.
 
-    First lists what would be removed and what depends on it. A run that another experiment uses stays and
+    First lists what would be removed and what depends on it. A run that another experiment uses is kept, and
     then belongs to that experiment. The command refuses while a run or a rented machine of the experiment is
-    live. Events, the cost of machines and copies in remote storage stay.
+    live. Events, the cost of machines and copies in remote storage are kept.
 
     \b
     perilune rm quickstart

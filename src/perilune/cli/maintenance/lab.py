@@ -29,16 +29,20 @@ def lab(
     weather: Annotated[
         Literal["calm", "stormy"], typer.Option(help="calm: no failures; stormy: with failures.")
     ] = "stormy",
-    seconds: Annotated[float, typer.Option(min=1, help="How long to submit runs.")] = 60.0,
-    seed: Annotated[int, typer.Option(help="Selects the failures.")] = 0,
-    at_once: Annotated[int, typer.Option(min=1, max=64, help="Number of live runs.")] = 4,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds to submit runs.")] = 60.0,
+    seed: Annotated[int, typer.Option(help="Seed that selects the failures.")] = 0,
+    at_once: Annotated[int, typer.Option(min=1, max=64, help="Number of runs that are live at a time.")] = 4,
     patience: Annotated[
-        float, typer.Option(min=1, help="Seconds for the last runs to end, without failures.")
+        float,
+        typer.Option(
+            min=1, help="Maximum seconds to wait, without further failures, until the last runs end."
+        ),
     ] = 300.0,
     keep: Annotated[
         Path | None,
         typer.Option(
-            callback=check_output_folder, help="New folder for all files. Otherwise they are deleted."
+            callback=check_output_folder,
+            help="New folder to keep all files in. By default the files are deleted.",
         ),
     ] = None,
     as_json: Json = False,
@@ -46,8 +50,8 @@ def lab(
     """Run many short runs on a fake cloud, inject failures, and check the invariants I1 to I8.
 
     Calls to the cloud fail before or after they take effect, responses are lost, machines start late, are
-    preempted or die, connections drop, and the control process and the cloud are killed with SIGKILL. Nothing
-    real is rented. docs/how-to/lab.md lists the invariants. Exits with 1 when one is broken.
+    preempted or die, connections drop, and the control process and the cloud are killed with SIGKILL. No real
+    machine is rented. docs/how-to/lab.md lists the invariants. Exits with 1 when an invariant is broken.
 
     \b
     perilune lab

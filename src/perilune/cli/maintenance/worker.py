@@ -12,14 +12,15 @@ from perilune.cli.output import echo, print_json
 
 def worker(
     bundle: Annotated[
-        Path, typer.Argument(metavar="BUNDLE", help="Folder of a frozen bundle, or a copy of one.")
+        Path, typer.Argument(metavar="BUNDLE", help="Folder of a frozen bundle, or of a copy.")
     ],
     epoch: Annotated[
-        int | None, typer.Option(min=1, help="Number of the attempt. Default: one more than the last.")
+        int | None,
+        typer.Option(min=1, help="Number of the attempt. Default: one more than that of the last attempt."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Execute a bundle here, in place. Remote machines run this command.
+    """Execute a bundle in its own folder. Remote machines run this command.
 
     \b
     perilune worker ./bundle

@@ -90,7 +90,7 @@ STOP = {TURNS: {"stop": [*string.ascii_letters, *string.digits]}}
 def calibrate(
     recipe: RecipeArgument,
     set_: SetOption = None,
-    seconds: Annotated[float, typer.Option(min=1, help="Time to measure the engine.")] = ENGINE_SECONDS,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds to measure the engine.")] = ENGINE_SECONDS,
     as_json: Json = False,
 ) -> None:
     """Measure the engine and the learner with a recipe's model, for `perilune simulate`.

@@ -123,12 +123,18 @@ def new(
     *,
     model: Annotated[
         str,
-        typer.Option(help=f"A Hugging Face folder or a cached model id; a new model: {', '.join(PRESETS)}."),
+        typer.Option(
+            help="A Hugging Face folder, the id of a cached model, or for a new model one of "
+            f"{', '.join(PRESETS)}."
+        ),
     ] = "",
     environment: Annotated[
-        str, typer.Option(metavar="ID", help="An environment, with its family: reasoning_gym/chain_sum.")
+        str,
+        typer.Option(metavar="ID", help="Id of an environment, with its family: reasoning_gym/chain_sum."),
     ] = "",
-    task: Annotated[Task | None, typer.Option(help="Kind of training.", show_default=False)] = None,
+    task: Annotated[
+        Task | None, typer.Option(help=f"Kind of training: {', '.join(get_args(Task))}.", show_default=False)
+    ] = None,
     data: Annotated[
         str,
         typer.Option(

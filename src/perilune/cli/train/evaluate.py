@@ -37,7 +37,7 @@ def evaluate(
             "--environment",
             "-e",
             metavar="ID",
-            help="An environment, with its family: reasoning_gym/chain_sum.",
+            help="Id of an environment, with its family: reasoning_gym/chain_sum.",
         ),
     ],
     settings: EnvironmentFields = [],  # noqa: B006  # typer reads the default and never changes it
@@ -49,9 +49,9 @@ def evaluate(
 ) -> None:
     """Evaluate a checkpoint on the held-out tasks of an environment, with confidence intervals.
 
-    The evaluation is a run like any other: `perilune runs` lists it, and it has a bundle. The same
-    command prints the recorded result again. The environment has its own default settings, not those of the
-    recipe that trained the checkpoint: set them with --set.
+    The evaluation is a run like any other: `perilune runs` lists it, and it has a bundle. If you run the
+    same command again, it prints the recorded result. The environment has its own default settings, not
+    those of the recipe that trained the checkpoint. Change them with --set.
 
     \b
     perilune eval quickstart/rl --environment reasoning_gym/basic_arithmetic --set prompt=compact

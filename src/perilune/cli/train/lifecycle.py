@@ -47,7 +47,7 @@ def wait(
     starts later stages of the experiment while it waits.
 
     Exit codes: 0 succeeded, 1 failed, 2 failed because the request was wrong, 3 cancelled, 124 not ended
-    after --timeout.
+    within --timeout.
 
     \b
     perilune wait rl --timeout 3600
@@ -129,8 +129,8 @@ def cancel(
 ) -> None:
     """Stop a run or an experiment. Finished stages keep their results.
 
-    The task is asked to exit, then killed. No later stage starts until `perilune run` requests it again. If
-    you cancel an experiment, a run that another experiment also needs continues.
+    The run's process is asked to exit, and killed if it does not. No later stage starts until `perilune run`
+    requests it again. If you cancel an experiment, a run that another experiment also needs continues.
 
     A run on an unreachable machine is cancelled only with --force. Perilune then rejects its results, and
     `perilune reconcile` stops it as soon as the machine answers.

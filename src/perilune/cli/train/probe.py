@@ -31,13 +31,13 @@ def probe(
             "--environment",
             "-e",
             metavar="ID",
-            help="An environment, with its family: reasoning_gym/chain_sum. Without one: all its families."
-            " Repeatable.",
+            help="Id of an environment, with its family: reasoning_gym/chain_sum. Without a family: all "
+            "families. Repeatable.",
         ),
     ],
     settings: EnvironmentFields = [],  # noqa: B006  # typer reads the default and never changes it
     tasks: Annotated[int, typer.Option(min=2, help="Number of held-out tasks of each environment.")] = 64,
-    samples: Annotated[int, typer.Option(min=2, help="Samples for each task: the size of a group.")] = 8,
+    samples: Annotated[int, typer.Option(min=2, help="Samples for each task, which form a group.")] = 8,
     max_tokens: AnswerTokens = None,
     seed: EvaluationSeed = 0,
     as_json: Json = False,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SLOW_CHECK = "still checking the recipe and the tasks of its environment; Ctrl-C stops"
 TERMINATION_WAIT_S = 15.0  # seconds to wait for proof that rented machines are gone
 
-SeedOption = Annotated[int | None, typer.Option("--seed", help="Short for --set seed=N.")]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed of the recipe. Short for --set seed=N.")]
 WithOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -45,11 +45,15 @@ def run(
     set_: SetOption = None,
     seed: SeedOption = None,
     template: Annotated[
-        str | None, typer.Option(metavar="ID", help="Where runs go; see perilune templates list.")
+        str | None,
+        typer.Option(
+            metavar="ID", help="Template that says where runs execute; see `perilune templates list`."
+        ),
     ] = None,
     with_: WithOption = None,
     plan: Annotated[
-        bool, typer.Option("--plan", help="Print what would be done, where and at what cost, and exit.")
+        bool,
+        typer.Option("--plan", help="Print what the command would do, where and at what cost, and exit."),
     ] = False,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return once the first stage is accepted.")
@@ -59,8 +63,9 @@ def run(
     """Run a recipe, or resume one that was run before.
 
     Stages that finished before are reused, and running stages are joined. Ctrl-C stops the stage that this
-    command started; the same command resumes from its last checkpoint. With --detach, a daemon or else a
-    background process starts the later stages. If the command is killed, run it again.
+    command started. To resume that stage from its last checkpoint, or after the command was killed, run the
+    same command again. With --detach, the daemon starts the later stages, or a background process if no
+    daemon runs.
 
     \b
     perilune run quickstart

@@ -46,17 +46,17 @@ def simulate(
         float, typer.Option(min=0, max=10, help="Sigma of the lognormal distribution of that wait.")
     ] = 1.0,
     wait_metric: Annotated[
-        str, typer.Option(metavar="NAME", help="Use waits from this metric of the recorded episodes.")
+        str, typer.Option(metavar="NAME", help="Take the waits from this metric of the recorded episodes.")
     ] = "",
     episodes: Annotated[
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Take lengths from these episodes of a run. Default: the last finished run of the same "
-            "stage, else an assumption.",
+            help="Take the lengths from the episodes in this folder. Default: from the last finished run of "
+            "the same stage. If there is none, the lengths are assumed.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of drawn lengths and waits.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the drawn lengths and waits.")] = 0,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -75,9 +75,9 @@ def simulate(
 ) -> None:
     """Predict the RL stages of a recipe: time, idle shares of learner and workers, staleness, cache and cost.
 
-    The simulation runs the real scheduler, block pools and admission rule. Only the times are predicted. For
-    this machine they follow from `perilune calibrate`, for others from the published bandwidth and FLOPs of
-    the GPU.
+    The simulation runs the real scheduler, block pools and admission rule. Only the times are predicted: for
+    this machine from the measurements of `perilune calibrate`, for other machines from the published
+    bandwidth and FLOPs of the GPU.
 
     \b
     perilune simulate quickstart

@@ -41,14 +41,15 @@ def simulate_serving(
         ),
     ],
     prefill: Annotated[
-        int, typer.Option(min=0, help="Replicas that only prefill. 0: all prefill and decode.")
+        int,
+        typer.Option(min=0, help="Number of replicas that only prefill. 0: all replicas prefill and decode."),
     ] = 0,
     autoscale: Annotated[
         str,
         typer.Option(
             metavar="LEAST:RATE:STARTUP",
-            help="Start and release replicas: at least LEAST, one for each RATE requests per second, which "
-            "serves after STARTUP seconds. --machines is the maximum.",
+            help="Start and release replicas: at least LEAST, and one for each RATE requests per second. A "
+            "new replica serves after STARTUP seconds. --machines is the maximum.",
         ),
     ] = "",
     slots: Annotated[
@@ -61,14 +62,17 @@ def simulate_serving(
     offload_disk: Annotated[
         float,
         typer.Option(
-            min=0, max=1e6, metavar="GIB", help="Disk per replica for blocks that leave this memory."
+            min=0,
+            max=1e6,
+            metavar="GIB",
+            help="Disk per replica for cache blocks that are evicted from host memory.",
         ),
     ] = 0.0,
-    ttft: Annotated[float, typer.Option(min=0, help="Goodput: limit of seconds to first token.")] = 1.0,
-    tpot: Annotated[float, typer.Option(min=0, help="Goodput: limit of seconds per further token.")] = 0.05,
+    ttft: Annotated[float, typer.Option(min=0, help="Limit for goodput: seconds to the first token.")] = 1.0,
+    tpot: Annotated[float, typer.Option(min=0, help="Limit for goodput: seconds per further token.")] = 0.05,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the poisson requests.")] = 0,
     jobs: Annotated[
-        int, typer.Option(min=0, help="Processes that simulate replicas. 0: one for each CPU core.")
+        int, typer.Option(min=0, help="Number of processes that simulate replicas. 0: one for each CPU core.")
     ] = 0,
     page: Annotated[
         Path | None,

@@ -75,49 +75,61 @@ def sweep(
         typer.Option(
             "--set",
             metavar="KEY=VALUES",
-            help="Values of a key, rl.lr=1e-5,3e-5, or a range, rl.lr=1e-6..1e-4.",
+            help="Values of a key (rl.lr=1e-5,3e-5), or a range (rl.lr=1e-6..1e-4). Repeatable.",
         ),
     ] = None,
     seeds: Annotated[
-        str, typer.Option(metavar="N|LIST", help="Seeds of each arm: 3 (that many), 3..5 or 0,4,7.")
+        str,
+        typer.Option(
+            metavar="N|LIST", help="Seeds of each arm: their number (3), a range (3..5), or a list (0,4,7)."
+        ),
     ] = "1",
     random: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Draw N arms instead of the whole grid.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Draw N random arms instead of running the whole grid."),
     ] = None,
     search: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Let Optuna propose N arms, one after the other.")
     ] = None,
     metric: Annotated[
         str | None,
-        typer.Option(metavar="STAGE.METRIC", help="Compared metric. Default: pass@1 of the last evaluation."),
+        typer.Option(
+            metavar="STAGE.METRIC", help="Metric to compare. Default: pass@1 of the last evaluation."
+        ),
     ] = None,
     slots: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Runs at once on this machine. Default: what its cores allow; with a GPU, 1."
+            min=1,
+            help="Maximum number of runs at once on this machine. Default: as many as its cores allow, or 1 "
+            "with a GPU.",
         ),
     ] = None,
     template: Annotated[
         str | None,
-        typer.Option(metavar="ID", help="Where runs go, with its slots; see perilune templates list."),
+        typer.Option(
+            metavar="ID",
+            help="Template that says where runs execute, and how many at once.",
+        ),
     ] = None,
     with_: WithOption = None,
     name: Annotated[
-        str | None, typer.Option(help="Name of the sweep. Default: that of the recipe, numbered.")
+        str | None, typer.Option(help="Name of the sweep. Default: the name of the recipe and a number.")
     ] = None,
     plan: Annotated[
-        bool, typer.Option("--plan", help="List the arms and what they will cost, and exit.")
+        bool, typer.Option("--plan", help="List the arms and their expected time and cost, and exit.")
     ] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Run the sweep in the background.")] = False,
     as_json: Json = False,
 ) -> None:
     """Run a recipe with several settings and seeds, and compare the results.
 
-    Each arm and seed is an experiment. Stages that arms have in common run once. An arm that fails does not
-    stop the others. The same command continues a sweep that was interrupted, and retries what failed.
+    Each arm runs with each seed as an experiment of its own. Stages that arms have in common run once. An arm
+    that fails does not stop the other arms. The same command continues a sweep that was interrupted, and
+    retries the stages that failed.
 
-    A range is drawn on a logarithmic scale if it starts above 0 and a bound has a point or an exponent, as
-    1e-6, else uniformly. It needs --random or --search.
+    A range needs --random or --search. Its values are drawn on a logarithmic scale if the range starts above
+    0 and one of its bounds has a decimal point or an exponent, such as 1e-6. Otherwise they are uniform.
 
     \b
     perilune sweep words.yaml --set rl.lr=1e-5,3e-5,1e-4 --seeds 3
