@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perilune.metrics.bootstrap import Interval, paired_difference
-from perilune.metrics.proportion import wilson_interval
+from perilune.metrics.proportion import pass_rate_change, wilson_interval
 
 GAP_EVALUATIONS = 2  # evaluations in a row in which training is clearly better, before the warning
 TABLE_ROWS = 12  # of the table of a curve
@@ -96,7 +96,8 @@ def change_between(
     shared = sides[0].keys() & sides[1].keys()  # tasks without a verdict are missing
     if not shared:
         return None
-    return paired_difference(*({key: side[key] for key in shared} for side in sides), seed=seed)
+    compare = pass_rate_change if figure == "pass@1" else paired_difference
+    return compare(*({key: side[key] for key in shared} for side in sides), seed=seed)
 
 
 def fall_warning(name: str, figure: str, change: Interval | None) -> str:

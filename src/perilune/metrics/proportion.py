@@ -1,10 +1,10 @@
 """Proportions and pass rates with their confidence intervals."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from perilune.errors import RequestError
-from perilune.metrics.bootstrap import RESAMPLES, Interval, bootstrap_problems
+from perilune.metrics.bootstrap import RESAMPLES, Interval, bootstrap_problems, paired_difference
 
 Z_95 = 1.959963984540054  # of the standard normal, two-sided 95%
 
@@ -38,3 +38,21 @@ def pass_rate_interval(values: Sequence[float], *, seed: int = 0, resamples: int
     """
     interval = bootstrap_problems(values, seed=seed, resamples=resamples)
     return wilson_interval(sum(values), len(values)) if min(values) == max(values) else interval
+
+
+def pass_rate_change(before: Mapping[str, float], after: Mapping[str, float], *, seed: int = 0) -> Interval:
+    """Return the mean change of pass rates over the same tasks, by id; its interval is `paired_difference`'s.
+
+    If all tasks change equally, resampling shows no spread. The bounds then allow for a share of other tasks
+    that fall from 1 to 0 or rise from 0 to 1: the upper bound of Wilson's interval for none of n.
+
+    Raises:
+        RequestError: as `paired_difference`.
+    """
+    change = paired_difference(before, after, seed=seed)
+    if len({after[task] - before[task] for task in before}) > 1:
+        return change
+    share = wilson_interval(0, len(before)).high
+    return Interval(
+        change.mean, change.mean - share * (change.mean + 1), change.mean + share * (1 - change.mean)
+    )

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from perilune.metrics.bootstrap import Interval, paired_difference
+from perilune.metrics.bootstrap import Interval
 from perilune.metrics.pass_at_k import pass_at_k
+from perilune.metrics.proportion import pass_rate_change
 
 UNRECOGNIZED = "unrecognized"
 UNTRAINED = "untrained"  # label of a model with random weights
@@ -143,7 +144,7 @@ def _paired_differences(before: Evaluation, after: Evaluation) -> dict[str, Inte
         earlier, later = _task_values(before, name), _task_values(after, name)
         shared = earlier.keys() & later.keys()
         if len(shared) > MIN_SHARED_TASK_SHARE * max(len(earlier), len(later)):
-            differences[name] = paired_difference(
+            differences[name] = pass_rate_change(
                 {task: earlier[task] for task in shared}, {task: later[task] for task in shared}
             )
     return differences

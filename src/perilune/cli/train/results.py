@@ -186,7 +186,7 @@ def parent_change(
 
 def paired_change(before: Mapping[str, Any], after: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """Return the changes of pass@1 and pass@8 between two summaries on their common tasks; {} without any."""
-    from perilune.metrics.bootstrap import paired_difference
+    from perilune.metrics.proportion import pass_rate_change
 
     change: dict[str, Any] = {}
     for k in (1, 8):
@@ -194,7 +194,7 @@ def paired_change(before: Mapping[str, Any], after: Mapping[str, Any], seed: int
         shared = old.keys() & new.keys()  # tasks without a verdict are missing
         if shared:
             common = ({task: rates[task] for task in shared} for rates in (old, new))
-            change |= {f"pass@{k}": paired_difference(*common, seed=seed)._asdict()}
+            change |= {f"pass@{k}": pass_rate_change(*common, seed=seed)._asdict()}
             change.setdefault("tasks", len(shared))
     return change
 

@@ -29,7 +29,7 @@ from perilune.errors import WorkFailedError
 from perilune.files import read_json
 from perilune.metrics.bootstrap import bootstrap_problems, paired_difference
 from perilune.metrics.forgetting import forgetting_rows, forgetting_warnings
-from perilune.metrics.proportion import pass_rate_interval
+from perilune.metrics.proportion import pass_rate_change, pass_rate_interval
 from perilune.models.checkpoints.stored import open_checkpoint
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.memory import plan_memory
@@ -227,7 +227,7 @@ def _environment_figures(name: str, earlier: Checkpoint, later: Checkpoint, seed
         label: pass_rate_interval(list(side.values()), seed=seed)._asdict()
         for label, side in zip(("before", "after"), sides, strict=True)
     }
-    change = paired_difference(*sides, seed=seed)._asdict()
+    change = pass_rate_change(*sides, seed=seed)._asdict()
     return {"environment": name, "tasks": len(shared), "pass@1": {**figures, "change": change}}
 
 
