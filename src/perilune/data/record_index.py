@@ -24,6 +24,7 @@ _KEEP_BEST = """
         WHERE place NOT IN (SELECT place FROM replaced)
     ) WHERE rank <= ?
 """
+BANDS = 16  # parts of a signature; texts that agree in at least one part are compared
 MAX_CANDIDATES = 50  # signatures per band to compare with one text
 
 
@@ -32,11 +33,9 @@ class RecordIndex:
 
     Args:
         path: the index file, which must not exist.
-        bands: number of parts of a signature. Texts that agree in at least one part are compared.
     """
 
-    def __init__(self, path: Path, bands: int = 16) -> None:
-        self._bands = bands
+    def __init__(self, path: Path) -> None:
         self._connection = sqlite3.connect(path, isolation_level=None)
         self._connection.executescript(_SCHEMA)
         self._connection.execute("BEGIN")
@@ -115,4 +114,4 @@ class RecordIndex:
         return row is not None
 
     def _keys(self, signature: NDArray[np.uint32]) -> Sequence[bytes]:
-        return [part.tobytes() for part in np.split(signature, self._bands)]
+        return [part.tobytes() for part in np.split(signature, BANDS)]

@@ -42,12 +42,7 @@ def returns_to_points(returns: Iterable[float], max_return: float) -> tuple[floa
 
 
 def compute_ratings(
-    matches: Sequence[Match],
-    anchor: str,
-    *,
-    seed: int = 0,
-    resamples: int = 400,
-    level: float = CONFIDENCE_LEVEL,
+    matches: Sequence[Match], anchor: str, *, seed: int = 0, resamples: int = 400
 ) -> dict[str, Interval]:
     """Compute Elo ratings, with percentile intervals from resampling the games of each match.
 
@@ -72,7 +67,9 @@ def compute_ratings(
         won[0, number] = points.sum()
         won[1:, number] = points[rng.integers(len(points), size=(resamples, len(points)))].sum(axis=1)
     elo = ELO_PER_NAT * _fit_strengths(pairs, won, games, len(players))
-    low, high = np.quantile(elo[1:] if resamples else elo, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    low, high = np.quantile(
+        elo[1:] if resamples else elo, [(1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2], axis=0
+    )
     return {
         name: Interval(float(elo[0, number]), float(low[number]), float(high[number]))
         for name, number in index_of.items()

@@ -34,7 +34,6 @@ def bootstrap_problems(
     *,
     seed: int = 0,
     resamples: int = RESAMPLES,
-    level: float = CONFIDENCE_LEVEL,
 ) -> Interval:
     """Return the mean over problems, with the percentile interval over resampled sets of problems.
 
@@ -52,7 +51,7 @@ def bootstrap_problems(
         raise RequestError(f"problem {int(np.flatnonzero(~np.isfinite(figures))[0])} has no finite figure")
     drawn = draw_problems(len(figures), resamples, seed)
     means = np.concatenate([figures[indices].mean(axis=1) for indices in drawn])
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(means, [(1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2])
     return Interval(float(figures.mean()), float(low), float(high))
 
 
@@ -85,14 +84,7 @@ def bootstrap_ratio(parts: Sequence[float], wholes: Sequence[float], *, seed: in
     return Interval(float(above.sum() / below.sum()), float(low), float(high))
 
 
-def paired_difference(
-    before: Mapping[str, float],
-    after: Mapping[str, float],
-    *,
-    seed: int = 0,
-    resamples: int = RESAMPLES,
-    level: float = CONFIDENCE_LEVEL,
-) -> Interval:
+def paired_difference(before: Mapping[str, float], after: Mapping[str, float], *, seed: int = 0) -> Interval:
     """Return the mean of after - before over the same tasks, by id. Pairing removes the tasks' difficulty.
 
     Raises:
@@ -107,4 +99,4 @@ def paired_difference(
         )
     tasks = sorted(before)
     differences = [after[task] - before[task] for task in tasks]
-    return bootstrap_problems(differences, seed=seed, resamples=resamples, level=level)
+    return bootstrap_problems(differences, seed=seed)

@@ -15,6 +15,8 @@ from perilune.errors import RequestError
 from perilune.metrics.across_seeds import CONFIDENCE_LEVEL
 from perilune.metrics.bootstrap import Interval, draw_problems
 
+_RESAMPLES = 2000
+
 
 def rounds_to(p: float, goal: float, gain: float) -> float:
     """Return the rounds from pass rate `p` to `goal`; infinite if a round gains nothing."""
@@ -34,7 +36,7 @@ def measured_gain(rates: Sequence[float]) -> float:
     return math.exp(math.fsum((i - middle) * _logit(rate) for i, rate in enumerate(rates)) / spread)
 
 
-def gain_interval(rounds: Sequence[Mapping[str, float]], *, seed: int = 0, resamples: int = 2000) -> Interval:
+def gain_interval(rounds: Sequence[Mapping[str, float]], *, seed: int = 0) -> Interval:
     """Return g of pass rates by task, one mapping per round, with an interval over resampled tasks.
 
     Every round uses the same drawn tasks, so the difficulty of tasks does not add to the variance. A mean
@@ -53,7 +55,7 @@ def gain_interval(rounds: Sequence[Mapping[str, float]], *, seed: int = 0, resam
         bounded = np.clip(means, edge, 1 - edge)
         return [measured_gain(column.tolist()) for column in bounded.T]
 
-    drawn = draw_problems(len(names), resamples, seed)
+    drawn = draw_problems(len(names), _RESAMPLES, seed)
     resampled = [gain for rows in drawn for gain in gains(rates[:, rows].mean(axis=2))]
     (mean,) = gains(rates.mean(axis=1, keepdims=True))
     low, high = np.quantile(resampled, [(1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2])

@@ -132,8 +132,7 @@ class OveroptimisationWatch:
     smaller than the noise of a window is not found.
     """
 
-    def __init__(self, law: Law = "rl", window: int = SLOPE_WINDOW) -> None:
-        self._law = law
+    def __init__(self, window: int = SLOPE_WINDOW) -> None:
         self._window = window
         self._steps: list[int] = []
         self._distances: list[float] = []
@@ -184,7 +183,7 @@ class OveroptimisationWatch:
         if not start:
             return None
         base = fmean(start)
-        return fit_gold(self._distances, [gold - base for gold in self._gold], self._law)
+        return fit_gold(self._distances, [gold - base for gold in self._gold])
 
 
 def _dot(a: Sequence[float], b: Sequence[float]) -> float:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from perilune.errors import RequestError
-from perilune.metrics.bootstrap import RESAMPLES, Interval, bootstrap_problems, paired_difference
+from perilune.metrics.bootstrap import Interval, bootstrap_problems, paired_difference
 
 Z_95 = 1.959963984540054  # of the standard normal, two-sided 95%
 
@@ -28,7 +28,7 @@ def wilson_interval(successes: float, trials: int) -> Interval:
     return Interval(share, low, high)
 
 
-def pass_rate_interval(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
+def pass_rate_interval(values: Sequence[float], *, seed: int = 0) -> Interval:
     """Return the mean of pass rates, one per problem, with the percentile interval over resampled problems.
 
     If all are equal, resampling shows no spread, and the interval is Wilson's with one trial per problem.
@@ -36,7 +36,7 @@ def pass_rate_interval(values: Sequence[float], *, seed: int = 0, resamples: int
     Raises:
         RequestError: as `bootstrap_problems`.
     """
-    interval = bootstrap_problems(values, seed=seed, resamples=resamples)
+    interval = bootstrap_problems(values, seed=seed)
     return wilson_interval(sum(values), len(values)) if min(values) == max(values) else interval
 
 

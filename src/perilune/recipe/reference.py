@@ -106,9 +106,7 @@ def _named_choices() -> dict[str, type[BaseModel]]:
     return sections
 
 
-def _list_keys(
-    model: type[BaseModel], only: tuple[str, ...] | None = None, prefix: str = ""
-) -> tuple[Key, ...]:
+def _list_keys(model: type[BaseModel], only: tuple[str, ...] | None = None) -> tuple[Key, ...]:
     schema = _inline_schema(model)
     consumed: dict[str, str] = {
         name: f"name of a stage that makes {describe_kind(kind)}"
@@ -117,9 +115,7 @@ def _list_keys(
     for name in file_fields(model, dict.fromkeys(consumed, "./")):
         consumed[name] += ", or a path"
     names = only or tuple(model.model_fields)
-    return tuple(
-        key for name in names for key in _key_rows(prefix + name, name, schema, consumed.get(name, ""))
-    )
+    return tuple(key for name in names for key in _key_rows(name, name, schema, consumed.get(name, "")))
 
 
 def _key_rows(path: str, name: str, schema: dict[str, Any], consumes: str) -> Iterator[Key]:

@@ -64,7 +64,7 @@ class GateReport:
         }
 
 
-def run_suite(suite: Suite, mode: Mode = "harness", part: Part = "all", seed: int = 0) -> GateReport:
+def run_suite(suite: Suite, mode: Mode = "harness", part: Part = "all") -> GateReport:
     """Play the cases of a part.
 
     Raises:
@@ -80,11 +80,11 @@ def run_suite(suite: Suite, mode: Mode = "harness", part: Part = "all", seed: in
         CaseResult(case, cassette.source.episode_id, replay, replay.differences(suite.expected(case)))
         for case, cassette, replay in zip(cases, cassettes, replays, strict=True)
     ]
-    return GateReport(mode, results, *_reward_intervals(suite, results, seed))
+    return GateReport(mode, results, *_reward_intervals(suite, results))
 
 
 def _reward_intervals(
-    suite: Suite, results: Sequence[CaseResult], seed: int
+    suite: Suite, results: Sequence[CaseResult]
 ) -> tuple[Interval | None, Interval | None, Interval | None]:
     before: dict[str, float] = {}
     after: dict[str, float] = {}
@@ -96,8 +96,8 @@ def _reward_intervals(
                 before[key], after[key] = old, reward
     if not before:
         return None, None, None
-    ends = [pass_rate_interval(list(part.values()), seed=seed) for part in (before, after)]
-    return ends[0], ends[1], paired_difference(before, after, seed=seed)
+    ends = [pass_rate_interval(list(part.values())) for part in (before, after)]
+    return ends[0], ends[1], paired_difference(before, after)
 
 
 def _rewards_by_player(expectations: Sequence[Expectation]) -> dict[int, float | None]:

@@ -29,13 +29,8 @@ def compute_shaping(potentials: StepValues, bounds: tuple[float, float], gamma: 
     return np.asarray(gamma * phi[1:] - phi[:-1])
 
 
-def compute_centered_returns(
-    rewards: StepValues, gamma: float = 1.0, scale: float = 1.0, clip: float = math.inf
-) -> StepValues:
+def compute_centered_returns(rewards: StepValues, scale: float = 1.0, clip: float = math.inf) -> StepValues:
     """Return float64[T]: clip((G - b) / scale) of each step's return G and their mean b (0 for one step)."""
-    returns = np.zeros(len(rewards))
-    later = 0.0
-    for t in range(len(rewards))[::-1]:
-        later = returns[t] = rewards[t] + gamma * later
+    returns = np.cumsum(rewards[::-1])[::-1]
     baseline = returns.mean() if len(returns) > 1 else 0.0
     return np.clip((returns - baseline) / scale, -clip, clip)

@@ -514,9 +514,9 @@ def write_verdict(attempt: Attempt, status: int, cause: str, why: str, seconds: 
     sync_directory(attempt.runtime)
 
 
-def read_log_end(log: Path, size: int = 2000) -> str:
+def read_log_end(log: Path) -> str:
     with contextlib.suppress(OSError):
-        text = log.read_bytes()[-size:].decode("utf-8", "replace").strip()
+        text = log.read_bytes()[-2000:].decode("utf-8", "replace").strip()
         return "\n".join(text.splitlines()[-3:])
     return "it printed nothing"
 

@@ -104,9 +104,7 @@ class LiveStage:
         return self.status.document() | {"progress": self.progress, "elapsed": self.seconds}
 
 
-def live_stages(
-    control: Control, experiments: int, *, now: float | None = None, refresh: bool = True
-) -> list[LiveStage]:
+def live_stages(control: Control, experiments: int, *, refresh: bool = True) -> list[LiveStage]:
     """Return the stages of the latest experiments, the newest experiment first.
 
     With `refresh`, first check the state of all live runs.
@@ -118,14 +116,14 @@ def live_stages(
         control.reconciler.reconcile_all(act=False)
     latest = latest_experiments(control, experiments)
     statuses = stage_statuses(control, latest)
-    clock = time.time() if now is None else now
+    now = time.time()
     return [
         LiveStage(
             status,
             read_progress(status.attempt_dir) if status.attempt_dir and status.state == "active" else None,
             status.seconds
             if status.seconds is not None
-            else status.created and max(0.0, clock - status.created),
+            else status.created and max(0.0, now - status.created),
         )
         for experiment in latest
         for status in statuses

@@ -117,11 +117,11 @@ def _solve(game: Any, algorithm: str) -> PolicyTable:
     return solver.table()
 
 
-def estimate_tree_size(game: Any, seed: int = 0) -> float:
+def estimate_tree_size(game: Any) -> float:
     """Estimate the number of histories of a game from random games (Knuth 1975, unbiased)."""
     total = 0.0
     for number in range(_PLAYOUT_COUNT):
-        rng, state, width = KeyedRandom(seed, f"{game}/{number}"), game.new_initial_state(), 1.0
+        rng, state, width = KeyedRandom(0, f"{game}/{number}"), game.new_initial_state(), 1.0
         while not state.is_terminal() and width < _MAX_ESTIMATE:
             turn = len(state.full_history())
             movers = range(state.num_players()) if state.is_simultaneous_node() else (None,)

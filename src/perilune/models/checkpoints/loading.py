@@ -108,7 +108,6 @@ def save_checkpoint(
 def load_checkpoint(
     path: Path,
     device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32,
     base: BaseKind = "float32",
 ) -> tuple[Decoder, Tokenizer]:
     """Read the model and the tokenizer of a Hugging Face folder.
@@ -120,7 +119,7 @@ def load_checkpoint(
         RequestError: naming the file, and the tensor or key, that is missing, malformed or not implemented.
     """
     tokenizer = load_tokenizer(path)  # before the weights, which may take minutes
-    return load_decoder(Decoder, path, device, dtype, base), tokenizer
+    return load_decoder(Decoder, path, device, torch.float32, base), tokenizer
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
