@@ -1,6 +1,9 @@
 """Generation of records in chunks: a killed and resumed generation writes the same bytes."""
 
 import json
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from perilune.data.generators import make_teacher
 from perilune.data.generators.collection import TeacherGenerator
 from perilune.data.records import read_records
 from perilune.environments import Failure, make_environment
-from perilune.errors import RequestError, WorkFailedError
+from perilune.errors import RequestError, UserInterruptError, WorkFailedError
 
 SECTION = {"id": "calculator", "digits": 1}
 
@@ -203,6 +206,22 @@ def test_generate_command_fails_on_too_few_records_and_keeps_records(tmp_path, m
     with pytest.raises(WorkFailedError, match="of 1000000 records were kept"):
         run("calculator", "--set", "digits=1", "--teacher", "gold", "-n", 1000000, "--out", tmp_path)
     assert len(read_records(tmp_path)) > 500
+
+
+def test_generate_command_says_after_ctrl_c_how_to_continue(tmp_path, monkeypatch):
+    monkeypatch.setattr(generation, "CHUNK_TASKS", 16)
+
+    def interrupt() -> None:
+        while not (tmp_path / "progress.json").exists():
+            time.sleep(0.001)
+        signal.raise_signal(signal.SIGINT)
+
+    arguments = ("calculator", "--teacher", "gold", "-n", 5000, "--set", "digits=1", "--out", tmp_path)
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(UserInterruptError) as caught:
+        run(*arguments)
+    assert caught.value.remedy == "run the same command again; it continues where it stopped"
+    assert not (tmp_path / "records.jsonl").exists()
 
 
 def test_generate_uses_no_more_tasks_than_few_records_need(tmp_path, monkeypatch):

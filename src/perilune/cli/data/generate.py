@@ -20,7 +20,7 @@ from perilune.cli.data.environments import environment_section, parse_settings
 from perilune.cli.output import echo, print_json
 from perilune.data.generators import make_teacher
 from perilune.environments.core.registry import make_environment
-from perilune.errors import RequestError, WorkFailedError
+from perilune.errors import RequestError, UserInterruptError, WorkFailedError
 from perilune.extensions import CodeFile, is_file_reference
 from perilune.recipe.reward_files import read_source_file
 
@@ -120,7 +120,11 @@ def generate(
             view.update("generate", kept, count, "records", {"rejected": rejected})
 
         target = generation.GenerationTarget(count, tasks, seed, split)
-        totals = generation.generate_records(generator, instance.tasks(split, seed), target, out, show)
+        try:
+            totals = generation.generate_records(generator, instance.tasks(split, seed), target, out, show)
+        except KeyboardInterrupt:
+            remedy = "run the same command again; it continues where it stopped"
+            raise UserInterruptError("interrupted", remedy=remedy) from None
         view.end("generate", "done", "")
     _print_report({"environment": instance.id, **totals}, out, as_json)
     if totals["rows"] < (count if tasks is None else 1):
