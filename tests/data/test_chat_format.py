@@ -13,7 +13,7 @@ from perilune.cli.data.records import app
 from perilune.data.chat_format import from_openai, from_sharegpt, to_openai, to_sharegpt
 from perilune.data.conversion import ImportDefaults, convert_files
 from perilune.data.records import Provenance, TraceRecord, read_records, to_row, write_records
-from perilune.errors import RequestError
+from perilune.errors import RequestError, WorkFailedError
 from perilune.files import write_json_lines
 
 JSON = st.recursive(
@@ -313,3 +313,27 @@ def test_convert_command_prints_rejected_rows(tmp_path):
     assert "a row needs either messages or conversations" in result.output
     refused = CliRunner().invoke(app, [*command[:-1], "alpaca", "--out", str(tmp_path / "d")])
     assert refused.exit_code == 2 and "'alpaca' is not one of" in refused.output
+
+
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.rejected.jsonl"])
+def test_convert_replaces_no_input(tmp_path, name):
+    path = tmp_path / name
+    path.write_text('{"messages": []}\n')
+    with pytest.raises(RequestError, match="would be overwritten"):
+        convert_files([path], "openai", tmp_path / "chats.jsonl")
+    assert path.read_text() == '{"messages": []}\n'
+
+
+def test_convert_command_fails_if_no_row_is_converted(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    arguments = [
+        "convert",
+        str(tmp_path / "in.jsonl"),
+        "--to",
+        "records",
+        "--out",
+        str(tmp_path / "out.jsonl"),
+    ]
+    with pytest.raises(WorkFailedError, match="no row was converted"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert (tmp_path / "out.rejected.jsonl").read_text().count("messages or conversations") == 1

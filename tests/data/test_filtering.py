@@ -13,7 +13,8 @@ from perilune.cli.data.records import app
 from perilune.data.filtering import FilterSettings, filter_files
 from perilune.data.records import TraceRecord, deduplicate, read_records, write_records
 from perilune.data.similarity import Contamination, minhash_signature, split_words
-from perilune.errors import RequestError
+from perilune.errors import RequestError, WorkFailedError
+from perilune.files import read_json_lines
 
 LONG = "The quick brown fox jumps over the lazy dog while seven wizards quietly brew coffee"
 
@@ -243,6 +244,27 @@ def test_filter_command_reports_kept_and_rejected_records(tmp_path):
     assert run.exit_code == 0 and "3 records read, 2 kept" in run.output and "duplicate" in run.output
     result = CliRunner().invoke(app, ["filter", str(tmp_path / "in.jsonl"), "--out", out + "2", "--json"])
     assert json.loads(result.stdout)["rejected"] == {"duplicate": 1}
+
+
+def test_filter_command_fails_if_no_record_is_kept(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    with pytest.raises(WorkFailedError, match="no record was kept"):
+        CliRunner().invoke(
+            app,
+            ["filter", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "clean")],
+            catch_exceptions=False,
+        )
+    (rejected,) = read_json_lines(tmp_path / "clean" / "rejected.jsonl")
+    assert rejected["reason"] == "broken"
+
+
+def test_filter_does_not_write_into_a_folder_of_generated_data(tmp_path):
+    write_records(tmp_path / "made" / "records.jsonl", [record("x", task="1")])
+    (tmp_path / "made" / "generate.json").write_text("{}")
+    (tmp_path / "made" / "rejected.jsonl").write_text("{}\n")
+    with pytest.raises(RequestError, match="already has generated data"):
+        filter_files([tmp_path / "made"], [], FilterSettings(), tmp_path / "made")
+    assert (tmp_path / "made" / "rejected.jsonl").read_text() == "{}\n"
 
 
 @pytest.mark.thorough

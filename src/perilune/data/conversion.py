@@ -43,7 +43,8 @@ def convert_files(
         The number of rows read, written, and rejected by reason.
 
     Raises:
-        RequestError: when a file cannot be read, or is no JSON Lines file; when `out` is a folder.
+        RequestError: when a file cannot be read, or is no JSON Lines file, when `out` is a folder, or when
+            an output would replace an input.
     """
     if out.is_dir():
         raise RequestError("is a folder", where=str(out), remedy="name a file in it, such as chats.jsonl")
@@ -51,6 +52,9 @@ def convert_files(
     for path in files:
         check_file(path)
     rejects = out.with_name(f"{out.stem}.rejected{out.suffix}")
+    for path in files:
+        if path.resolve() in (out.resolve(), rejects.resolve()):
+            raise RequestError("would be overwritten", where=str(path), remedy="name another file for --out")
     out.parent.mkdir(parents=True, exist_ok=True)
     counts: Counter[str] = Counter()
     partial = {path: path.with_name(path.name + ".partial") for path in (out, rejects)}

@@ -73,17 +73,18 @@ def filter_files(
         The content of filter.json: counts by reason, the inputs' digests and the settings.
 
     Raises:
-        RequestError: when a file cannot be read, an evaluation is broken, `out` already has filtered data, or
-            a package for near duplicates or languages is missing.
+        RequestError: when a file cannot be read, an evaluation is broken, `out` already has filtered or
+            generated data, or a package for near duplicates or languages is missing.
     """
     for path in (*inputs, *evaluations):
         check_file(records_file(path))
     if out.exists() and not out.is_dir():
         raise RequestError("is a file, not a folder", where=str(out), remedy="choose another folder")
-    if (out / "filter.json").exists():
-        raise RequestError(
-            "the folder already has filtered data", where=str(out), remedy="choose another folder"
-        )
+    for report_name, content in (("filter.json", "filtered"), ("generate.json", "generated")):
+        if (out / report_name).exists():
+            raise RequestError(
+                f"the folder already has {content} data", where=str(out), remedy="choose another folder"
+            )
     names = ["train.jsonl", "rejected.jsonl"] + (["validation.jsonl"] if settings.validation else [])
     outputs = [(out / name).resolve() for name in names]
     for file in map(records_file, (*inputs, *evaluations)):

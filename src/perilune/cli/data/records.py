@@ -11,6 +11,7 @@ from perilune.cli.console import make_stage_progress
 from perilune.cli.data.generate import generate
 from perilune.cli.output import echo, print_json
 from perilune.data.conversion import ImportDefaults, convert_files
+from perilune.errors import WorkFailedError
 from perilune.files import read_json_lines
 
 BAR_WIDTH = 40  # characters of the longest bar
@@ -96,7 +97,9 @@ def filter_records(
     near: Annotated[
         float | None,
         typer.Option(
-            help="Similarity at which texts count as duplicates, of which only the best record is kept."
+            min=0.0,
+            max=1.0,
+            help="Similarity at which texts count as duplicates, of which only the best record is kept.",
         ),
     ] = None,
     min_characters: Annotated[
@@ -109,7 +112,9 @@ def filter_records(
     ngram: Annotated[
         int, typer.Option(min=2, help="Number of consecutive words in common that count as contamination.")
     ] = 13,
-    validation: Annotated[float, typer.Option(min=0.0, help="Share of tasks for validation.jsonl.")] = 0.0,
+    validation: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of tasks for validation.jsonl.")
+    ] = 0.0,
     as_json: Json = False,
 ) -> None:
     """Filter records for training. Rejected records go to rejected.jsonl with file, line and reason."""
@@ -135,7 +140,13 @@ def filter_records(
         view.end("filter", "done", "")
     if as_json:
         print_json(report)
-        return
+    else:
+        _print_filtered(report, out)
+    if not report["train"] + report["validation"]:
+        raise WorkFailedError("no record was kept", where=str(out / "rejected.jsonl"))
+
+
+def _print_filtered(report: Mapping[str, Any], out: Path) -> None:
     kept = f"{report['train']:,} kept for training and {report['validation']:,} for validation"
     echo(f"{report['read']:,} records read, {kept}")
     for reason, count in report["rejected"].items():
@@ -144,7 +155,8 @@ def filter_records(
         rejected = read_json_lines(out / "rejected.jsonl")
         row = next(row for row in rejected if row["reason"] == "broken")
         echo(f"the first broken row is {row['file']}:{row['line']}: {row['detail']}")
-    echo(f"wrote train.jsonl, rejected.jsonl and filter.json to {out}")
+    validation = "validation.jsonl, " if report["validation"] else ""
+    echo(f"wrote train.jsonl, {validation}rejected.jsonl and filter.json to {out}")
 
 
 @app.command(epilog="Example: perilune data convert chats.jsonl --to records --score 1 --out records.jsonl")
@@ -171,8 +183,11 @@ def convert(
     report = convert_files(files, to, out, ImportDefaults(environment, source, score))
     if as_json:
         print_json(report)
-        return
-    echo(f"converted {report['written']:,} of {report['read']:,} rows")
-    for reason, count in report["rejected"].items():
-        echo(f"  rejected: {count:,} x {reason}")
-    echo(f"wrote {out}")
+    else:
+        echo(f"converted {report['written']:,} of {report['read']:,} rows")
+        for reason, count in report["rejected"].items():
+            echo(f"  rejected: {count:,} x {reason}")
+        echo(f"wrote {out}")
+    if not report["written"]:
+        rejects = out.with_name(f"{out.stem}.rejected{out.suffix}")
+        raise WorkFailedError("no row was converted", where=str(rejects))
