@@ -269,7 +269,8 @@ def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     ("change", "message"),
     [
         (lambda raw: raw.update(model_type="nobody_knows"), "transformers cannot load this model"),
-        (lambda raw: raw.update(num_hidden_layers=10**6), "num_hidden_layers is 1000000"),
+        (lambda raw: raw.update(num_hidden_layers=10**6), "num_hidden_layers is 1000000, but must be"),
+        (lambda raw: raw.update(num_hidden_layers=10**3), "num_hidden_layers is 1000, but the files hold"),
         (lambda raw: raw.update(hidden_size=10**5), "the files hold"),
         (lambda raw: raw.update(num_hidden_layers=1, vocab_size=50), "mismatched"),
         (lambda raw: raw.update(quantization_config={"bits": 4}), "quantization_config"),

@@ -21,6 +21,7 @@ from perilune.models.checkpoints.folder import CheckpointFolder
 from perilune.models.checkpoints.stored import open_checkpoint
 from perilune.models.checkpoints.tensors import StoredTensor, read_tensor_headers
 from perilune.models.config.families import DECODER_FAMILIES
+from perilune.models.config.layer_kinds import MAX_LAYERS
 from perilune.models.config.quantization import read_quantization
 from perilune.models.config.reader import Reader, UnsupportedModelError
 from perilune.models.decoder import Decoder
@@ -256,6 +257,10 @@ def _check_size(config: Any, stored: Mapping[str, StoredTensor], path: Path) -> 
 
 def _read_shape(config: Any, raw: Mapping[str, Any], folder: CheckpointFolder) -> ModelShape:
     text = config.get_text_config()
+    layers = getattr(text, "num_hidden_layers", 1)
+    if not isinstance(layers, int) or layers > MAX_LAYERS:  # transformers makes a configuration for each
+        what = f"num_hidden_layers is {layers!r}, but must be a number up to {MAX_LAYERS}"
+        raise RequestError(what, where=str(folder.path / "config.json"))
     heads = getattr(text, "num_attention_heads", None)
     if not heads:
         what = f"a {raw['model_type']} model has no attention heads, and the engine caches keys and values"
