@@ -12,13 +12,13 @@ from perilune.rollout.rollout import Rollout
 
 
 class CacheAdmission:
-    """Decides whether another group may begin, from the tokens of the groups in play.
+    """Decides whether another group may begin, from the expected sizes of the groups in play.
 
     The expected size of a group is the mean of the finished groups, or its own size once that is larger.
-    Until a group has finished, it is the most tokens that a group may have, so few groups begin at first.
+    Until a group has finished, the expected size is the limit of a group, so few groups begin at first.
 
     Args:
-        tokens: that the KV cache holds.
+        tokens: capacity of the KV cache.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -26,9 +26,9 @@ class CacheAdmission:
         self._playing: dict[Any, Mapping[int, Rollout]] = {}
         self._finished = self._finished_tokens = 0
 
-    def has_room(self, most: int) -> bool:
-        """Return whether a group of at most `most` tokens may begin. The first always may."""
-        expected = self._finished_tokens / self._finished if self._finished else most
+    def has_room(self, max_tokens: int) -> bool:
+        """Return whether a group of at most `max_tokens` tokens may begin. True when no group is in play."""
+        expected = self._finished_tokens / self._finished if self._finished else max_tokens
         load = sum(max(expected, group_tokens(group.values())) for group in self._playing.values())
         return not self._playing or load + expected <= self._tokens
 

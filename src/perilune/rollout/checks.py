@@ -20,7 +20,7 @@ def check_group(
     """Compare the episodes of a group with the parts of rollouts that they were made from.
 
     Args:
-        params: the sampling parameters of our engine; None for a server, which may end a turn by its own
+        params: the sampling parameters of Perilune's engine; None for a server, which may end turns by other
             rules.
 
     Raises:
@@ -43,10 +43,10 @@ def check_group(
 
 
 def check_scored_text(rollout: Rollout, texts: Sequence[str]) -> None:
-    """Check that the environment's result is about `texts`, the turns that were just taken.
+    """Check that the environment scored `texts`, the actions of the last round.
 
     Raises:
-        WorkFailedError: when the result is about another text.
+        WorkFailedError: when the checksum of the scored text differs.
     """
     result = rollout.session.result
     if not isinstance(result, Failure) and result.info.get(TEXT_CHECKSUM_KEY) != text_checksum(texts):

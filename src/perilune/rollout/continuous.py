@@ -99,8 +99,8 @@ class Group:
 
     Attributes:
         key: (step, index): its place in the order of admission.
-        recorded: the turns of each sample that were sampled before, to continue from.
-        version_runs: the versions that must sample each sample; None to use the current weights.
+        recorded: for each sample, the turns of an earlier attempt, from which the episode continues.
+        version_runs: for each sample, the versions that must sample its tokens; None for the current ones.
         rollouts: the open episodes, by sample.
         finished_turns: their finished turns, by sample.
         finished_count: number of finished episodes.
@@ -125,7 +125,7 @@ class Group:
         ]
 
     def turns(self, sample: int, current: TurnTokens | None) -> list[TurnTokens]:
-        """Return the turns of a sample so far, including `current`; at least those recorded before."""
+        """Return the turns of a sample so far, including `current`, or `recorded` while these are more."""
         turns = [*self.finished_turns.get(sample, []), *([current] if current else [])]
         before = self.recorded[sample] if self.recorded else []
         return turns if len(turns) >= len(before) else before
@@ -154,7 +154,8 @@ class ContinuousRollouts:
     Not thread-safe: other threads call `post`.
 
     Args:
-        worker: its engine must be an `Engine`. It may have no opponents and be one of several processes.
+        worker: must use an `Engine` and have no opponents.
+        samples: number of episodes of each group.
         deliver: called with each finished group, and its episodes by player.
     """
 
@@ -207,7 +208,7 @@ class ContinuousRollouts:
     def _begin_groups(self) -> None:
         """Open the sessions of the next groups. A group's sampling begins when all its sessions are open.
 
-        Groups with single turns, or with scheduled versions, do not wait for room in the cache.
+        Single-turn groups and groups with `version_runs` do not wait for room in the cache.
         """
         while self._waiting:
             group = self._waiting[0]
@@ -229,7 +230,7 @@ class ContinuousRollouts:
             self._request_tokens(turn)
 
     def recorded(self) -> dict[tuple[int, int], list[list[TurnTokens]]]:
-        """Return the turns sampled so far of each group in flight: by key, a list for each sample."""
+        """Return the turns sampled so far: for each group in flight, by key, the turns of each sample."""
         current = {(turn.group.key, turn.rollout.sample): turn.tokens for turn in self._paused}
         for request, turns in self._turns.items():
             for index, completion in self._engine.sampled_so_far(request).items():
@@ -380,7 +381,7 @@ class _EnvironmentThread:
         self.sessions = 0
         self._sessions = Sessions([process], worker.environment)
         self._work: SimpleQueue[_Step | Event] = SimpleQueue()
-        self._seconds = SCORING_BATCH_S  # to score an answer, the last time
+        self._seconds = SCORING_BATCH_S  # per answer, in the last scoring call
         Thread(target=self._run, name="environment", daemon=True).start()
 
     def open(self, group: Group, sample: int, done: Callable[[int, Rollout], None]) -> None:
@@ -430,7 +431,7 @@ class _EnvironmentThread:
 
     def _step(self, steps: Sequence[_Step]) -> None:
         self._sessions.step(
-            [(step.rollout.session, step.actions, step.rollout.has_finished) for step in steps]
+            [(step.rollout.session, step.actions, step.rollout.has_finished_turn) for step in steps]
         )
         for step in steps:
             self._post(step.done)

@@ -1,7 +1,8 @@
 """Dynamic sampling: new tasks replace dead groups, whose rewards are all equal (DAPO, arXiv 2503.14476).
 
-The policy then learns neither from the hardest nor from the easiest tasks, so pass rates cover all groups.
-Groups keep the order of their tasks: the order of completion would favor short answers.
+The policy learns only from live groups, which leaves out the hardest and the easiest tasks. Pass rates
+therefore cover all groups. Groups keep the order of their tasks: the order of completion would favor short
+answers.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ def play_until_live(play: Callable[[int, int], Groups], wanted: int, refills: in
     """Sample until `wanted` groups are live, or for `refills` further rounds; return all groups.
 
     Args:
-        play: samples a number of new tasks; its second argument counts the step's earlier tasks.
+        play: samples groups; its arguments are the number of new tasks, and that of the step's earlier tasks.
     """
     groups, played = play(wanted, 0), wanted
     for _ in range(refills):

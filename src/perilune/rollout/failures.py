@@ -1,4 +1,4 @@
-"""Counts failed episodes by boundary, and raises an error when the recipe does not allow as many."""
+"""Counts failed episodes by boundary, and raises an error when more fail than the recipe allows."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,8 +7,8 @@ from perilune.data.episode import Episode
 from perilune.environments.core.episode_settings import EpisodeSettings
 from perilune.errors import WorkFailedError
 
-BOUNDARY_PREFIX = "failures/"  # prefix of the metrics of a step that count failures by boundary
-CONTAINED_PREFIX = "contained/"  # prefix of the metrics of an episode that count stopped actions by cause
+BOUNDARY_PREFIX = "failures/"  # of a step's metrics that count failures by boundary
+CONTAINED_PREFIX = "contained/"  # of an episode's metrics that count stopped actions by cause
 
 
 def count_failures(episodes: Sequence[Episode]) -> dict[str, int]:
@@ -35,8 +35,8 @@ def check_failure_limit(episodes: Sequence[Episode], settings: EpisodeSettings, 
     """Enforce `on_failure` and `max_failures`.
 
     Raises:
-        WorkFailedError: when more episodes failed than allowed. With `max_failures`, a batch in which all
-            failed passes: the caller reports that nothing was scored.
+        WorkFailedError: when more episodes failed than allowed. With `on_failure: drop`, there is no error if
+            all episodes failed, because the caller then reports that nothing was scored.
     """
     failed = Counter(episode.failure for episode in episodes if episode.failure)
     count = failed.total()

@@ -23,7 +23,7 @@ def gather_groups(own: Groups, ranks: Ranks, watch: Stopwatch) -> Groups:
     parts = ranks.all_gather("the episodes", groups_to_bytes(own))
     groups = [group for part in parts for group in groups_from_bytes(part)]
     watch.tokens += _count_sampled_tokens(groups) - _count_sampled_tokens(own)
-    # Group ids are "step/index" or "step/index/p1".
+    # Group ids begin with "step/index".
     return sorted(groups, key=lambda group: int(group[0].group_id.split("/")[1]))
 
 
@@ -37,7 +37,7 @@ def groups_from_bytes(stream: bytes) -> Groups:
 
 
 def map_groups(path: Path) -> Groups:
-    """Return the groups of a file with such a stream, see `map_episodes`."""
+    """Return the groups of a file with the bytes of `groups_to_bytes`; see `map_episodes`."""
     return _group_episodes(map_episodes(path))
 
 

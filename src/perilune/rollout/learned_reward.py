@@ -18,7 +18,7 @@ from perilune.rollout.groups import Groups
 
 @dataclass(frozen=True)
 class LearnedReward:
-    """The reward `learned` + `verifier_weight` * `verifier`; both are reward terms of the episode."""
+    """The reward is `learned` + `verifier_weight` * `verifier`; both are reward terms of the episode."""
 
     model: RewardModel
     verifier_weight: float

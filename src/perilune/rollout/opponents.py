@@ -11,7 +11,7 @@ class Opponents(Protocol):
     """Policies that take part in the episodes and are not trained.
 
     Attributes:
-        engine: samples their turns, which never enter a group.
+        engine: samples the turns of the opponents, which are never trained on.
     """
 
     @property

@@ -40,7 +40,7 @@ class Trajectory:
 
     Attributes:
         name: purpose of a sub-agent.
-        rounds: the round of each turn.
+        rounds: for each turn, the round of the rollout in which it was sampled (`Rollout.rounds`).
         is_refused: whether a sub-agent cannot take its next turn: its messages cannot be encoded, or the
             model has no room for them. Its actions are then empty.
         is_full: whether the model had no room for its next turn.
@@ -90,7 +90,7 @@ class Trajectory:
         return values
 
     def top_tokens(self) -> dict[str, Any]:
-        """Return `top_ids` and `top_logprobs` of an episode; empty if the engine did not return them."""
+        """Return the fields `top_ids` and `top_logprobs` of an episode, [T, K]; empty if not recorded."""
         size = max((len(top) for turn in self.turns for top in turn.completion.top_logprobs or ()), default=0)
         if not size:
             return {}
@@ -104,9 +104,9 @@ class Trajectory:
     def routes(self) -> Routes | None:
         """Return the routes of all tokens but the last; None if the engine recorded none.
 
-        A turn has routes of its whole context. Those of earlier turns are kept, because they computed what
-        was sampled there. Rows are missing where weights changed within a turn, as the engine then computed
-        the context again: other experts may have computed the earlier tokens.
+        A turn has routes of its whole context, but tokens of earlier turns keep the routes of those turns,
+        with which the policy sampled. When weights change within a turn, the engine computes the context
+        again, so the routes of tokens sampled before the change are unknown, and their rows are missing.
         """
         recorded = [routed for turn in self.turns if (routed := turn.completion.routed_experts) is not None]
         if not recorded:
@@ -124,7 +124,12 @@ class Trajectory:
         return routes
 
     def span(self, span_id: str, parent: Trajectory | None) -> Span:
-        """Return the span of this agent. The player has no parent, and its messages are the episode's."""
+        """Return the span of this agent. A player's span has no messages, because its episode has them.
+
+        Args:
+            span_id: "0" for player 0, "0.2" for its sub-agent "2".
+            parent: the agent that started this sub-agent; ignored for a player.
+        """
         is_sub_agent = "." in span_id
         last = self.rounds[-1] if self.rounds else -1
         joins = (number for number in parent.rounds if number > last) if is_sub_agent and parent else ()
@@ -158,10 +163,10 @@ class DueTurn:
     """A turn to sample.
 
     Attributes:
-        agent: the sub-agent; "" for the player to move in its first context.
-        max_tokens: most tokens to sample; None for those of the sampling parameters.
-        number: number of the action among all of the episode.
-        is_own: whether it is a turn of the player, in whichever context.
+        agent: id of the sub-agent; "" for the player to move in its first context.
+        max_tokens: most tokens to sample; None for the limit of the sampling parameters.
+        number: index of the action among all actions of the episode.
+        is_own: whether the player itself takes the turn, in its first or a later context.
     """
 
     rollout: Rollout
@@ -174,16 +179,16 @@ class DueTurn:
 
     @property
     def is_first(self) -> bool:
-        """True if it is the first of the episode, which all of a group sample from one prompt."""
+        """True for the first turn of the episode, which all episodes of a group sample from one prompt."""
         return not self.number and not self.agent
 
     @property
     def key(self) -> tuple[int, int, int]:
         """Key of the turn's random numbers; no other turn of a run has the same key.
 
-        The first turns of a group are sampled together under the key of the rollout. In later turns the lanes
-        of step and task (32 bits each) hold (turn, step) and (sample, task), with 10 bits for the turn and 12
-        for the sample. Further bits of the turn are the highest of the seed (64 bits).
+        The first turns of a group are sampled together under the key of the rollout: seed (64 bits), step and
+        task (32 bits each). In later turns, the turn takes the upper 10 bits of the step, and the sample the
+        upper 12 bits of the task. Further bits of the turn change the highest 16 bits of the seed.
         """
         seed, step, index = self.rollout.key
         high, turn = divmod(self.number, 1024)
@@ -205,10 +210,10 @@ class Rollout:
 
     Attributes:
         key: (seed, step, index of the task in the step).
-        sample: number of the episode among those of its task.
+        sample: index of the episode among those of its task.
         agents: the trajectories of sub-agents, by player and id.
         due: the turns to sample next, of the player to move and of sub-agents.
-        rounds: number of times that turns were sampled.
+        rounds: number of rounds so far. In a round, all turns that are due are sampled together.
         opponents: players whose turns the opponents' engine samples.
         finish_reason: "length" when a limit ended the episode.
         failure: the error that ended the episode; it then has no score.
@@ -263,7 +268,7 @@ class Rollout:
         return not self.session.is_held
 
     def take(self, sampled: Mapping[DueTurn, SampledTurn]) -> list[str]:
-        """Append the samples of the turns that are due; return all their actions."""
+        """Append the sampled turns; return the action of each due turn, "" for one that was not sampled."""
         for turn in self.due:
             if result := sampled.get(turn):
                 turn.trajectory.add_completion(result.context, result.completion, result.text)
@@ -276,8 +281,8 @@ class Rollout:
         return [sampled[turn].text if turn in sampled else "" for turn in self.due]
 
     @property
-    def has_finished(self) -> bool:
-        """True if the player's own turn, if one was due, was not cut off."""
+    def has_finished_turn(self) -> bool:
+        """False if a limit cut off the player's own turn of the last round."""
         return not self.due[0].is_own or self.finish_reason == "stop"
 
     def fail(self, boundary: str, reason: str) -> None:
@@ -360,12 +365,12 @@ class AgentRollout:
 
     @property
     def group_id(self) -> str:
-        """Id of the group of this agent: "step/index", with "/p1" for player 1 and "/agents"."""
+        """Id of the agent's group: "step/index", then "/p1" for player 1, then "/agents" for sub-agents."""
         _, step, index = self.rollout.key
         player = f"/p{self.player}" if self.player else ""
         return f"{step}/{index}{player}{'/agents' if self.agent else ''}"
 
     @property
     def episode_id(self) -> str:
-        """Id of the episode: that of its group, the sample, and the sub-agent."""
+        """Id of the episode: group id, "/", sample; for a sub-agent, then "." and its id."""
         return f"{self.group_id}/{self.rollout.sample}{'.' if self.agent else ''}{self.agent}"

@@ -35,10 +35,10 @@ class Stopwatch:
     def figures(self) -> dict[str, float]:
         """Return the line for `Workspace.timing`: seconds of each part, and sampled tokens per second.
 
-        Where rollouts overlap with training, `sampling` is only the time that the learner waited, so
+        If rollouts overlap with training, `sampling` is only the time that the learner waited, so
         `tokens_per_second` counts the seconds of the whole step.
-        `processor` is the CPU time of this process. Other load on the machine does not change it, so compare
-        the arms of an experiment by it. Scoring runs in a separate process and is not included.
+        `processor` is the CPU time of this process, without scoring, which runs in another one. Compare the
+        arms of an experiment by `processor`, because other load on the machine does not change it.
         `process_rewards`, when present, is the part of `other` spent on process rewards.
         """
         busy = self.sampling + self.scoring + self.learning

@@ -85,13 +85,13 @@ class RolloutWorker:
         first: int = 0,
         on_progress: Progress | None = None,
     ) -> Groups:
-        """Sample and score the tasks; return the groups in the order of `tasks`.
+        """Sample and score the tasks; return the groups of all processes, in the order of `tasks`.
 
         The environment's stop texts also end an answer.
 
         Args:
-            first: index in the step of the first task.
-            on_progress: called with the numbers of finished and of all episodes.
+            first: index of the first task within the step.
+            on_progress: called with the numbers of finished and of all episodes of this process.
 
         Raises:
             WorkFailedError: when sampling fails, or more episodes fail than the recipe allows.
@@ -129,7 +129,7 @@ class RolloutWorker:
         """Play newly opened rollouts to their ends, and close their sessions.
 
         Args:
-            samples: number of samples of each key among the rollouts.
+            samples: number of rollouts of each task.
         """
         try:
             with watch.measure("scoring"), self._scoring_watchdog(len(rollouts)):
@@ -192,7 +192,7 @@ class RolloutWorker:
             active = [rollout for rollout in due if not rollout.is_over]
             with self._scoring_watchdog(sum(len(actions[rollout]) for rollout in active)):
                 sessions.step(
-                    [(rollout.session, actions[rollout], rollout.has_finished) for rollout in active]
+                    [(rollout.session, actions[rollout], rollout.has_finished_turn) for rollout in active]
                 )
                 for rollout in active:
                     check_scored_text(rollout, actions[rollout])
@@ -292,6 +292,7 @@ class RolloutWorker:
             turn.rollout.truncate()
 
     def turn_params(self, turn: DueTurn, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with the stop texts and the token limit of the turn."""
         make = self._agent_params if turn.agent else self.add_stop_texts
         result = make(params, turn.rollout.task)
         if turn.max_tokens is None or turn.max_tokens >= result.max_tokens:
@@ -339,8 +340,8 @@ class RolloutWorker:
     def build_groups(self, rollouts: Sequence[Rollout], params: SamplingParams) -> Groups:
         """Build the groups of one task: one for each player, and one for its trained sub-agents.
 
-        A player's group leaves out rollouts in which the player never moved, except failures. Each failure is
-        recorded once, for the first of the policy's players. A sub-agent gets the reward of its player.
+        A player's group leaves out rollouts in which the player took no turn, but the group of the policy's
+        first player has all failures. A sub-agent gets the reward of its player.
         """
         groups = []
         for player in rollouts[0].own_players:
