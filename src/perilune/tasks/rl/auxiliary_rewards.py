@@ -34,7 +34,7 @@ class AuxiliaryRewards(Frozen):
     )
 
     def scale(self, step: int, steps: int) -> float:
-        """Return the factor of the weights at a step (from 1) of a run of `steps`."""
+        """Return the factor of the weights, from 1 to 0, at step `step` (counted from 1) of `steps`."""
         return max(0.0, 1 - (step - 1) / (self.until * steps))
 
     def describe(self) -> str:
@@ -47,7 +47,7 @@ class AuxiliaryRewards(Frozen):
         A term that an episode lacks, for example because a limit ended it, counts 0.
 
         Raises:
-            RequestError: naming a term that no scored episode of the step has.
+            RequestError: as `require_terms`.
         """
         scored = [episode for group in groups for episode in group if episode.reward is not None]
         self.require_terms({name for episode in scored for name in episode.reward_terms})
@@ -63,10 +63,13 @@ class AuxiliaryRewards(Frozen):
         return replace(episode, reward=episode.reward + scale * extra, metrics=metrics)
 
     def require_terms(self, known: Collection[str]) -> None:
-        """Refuse a term that no episode has; `known` are the terms of episodes, empty if there were none.
+        """Check that episodes have the terms of `weights`.
+
+        Args:
+            known: the reward terms of all scored episodes. If it is empty, nothing is checked.
 
         Raises:
-            RequestError: naming the term, and those that there are.
+            RequestError: naming a term that no episode has.
         """
         for name in self.weights.keys() - known if known else ():
             raise RequestError(

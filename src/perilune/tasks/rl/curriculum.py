@@ -31,7 +31,7 @@ Array = NDArray[np.float64]
 
 
 class Curriculum:
-    """Draws tasks, and counts the answers of their strata.
+    """Draws tasks, and counts right answers by stratum: a difficulty, a part of a mixture, or a single task.
 
     Args:
         seed: the run's seed; a draw depends only on the seed, the step and the counts.
@@ -62,7 +62,7 @@ class Curriculum:
         return [(pool[index], float(probabilities[index])) for index in sorted(chosen)]
 
     def observe(self, tasks: Mapping[str, Task], groups: Groups) -> None:
-        """Count the answers of a step."""
+        """Decay the counts, then add the answers of a step. Failed episodes are not counted."""
         for count in self._counts.values():
             count[:] = [value * self.settings.decay for value in count]
         for group in groups:
@@ -148,9 +148,10 @@ def uniform_metrics(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
 def apply_importance_weights(
     groups: Sequence[WeightedGroup], settings: CurriculumSettings | None
 ) -> list[WeightedGroup]:
-    """Return the groups with loss weights of the uniform objective.
+    """Return the groups with the loss weights of the uniform objective, if the settings ask for them.
 
-    The weights are divided by the task's probability, relative to that of a uniform draw.
+    The weights are multiplied by the task's probability in a uniform draw, 1 / candidates, and divided by its
+    probability in the draw.
     """
     if settings is None or not settings.importance_weight:
         return list(groups)

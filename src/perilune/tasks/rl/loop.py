@@ -46,7 +46,7 @@ def run(
 
     Args:
         make_opponents: returns the opponents of the policy; by default there are none.
-        stop_without_signal: stop the run after many steps in which nearly all groups had equal rewards.
+        stop_without_signal: see `StepRecorder`.
 
     Raises:
         WorkFailedError: when a check fails, or the run has no signal to learn from.

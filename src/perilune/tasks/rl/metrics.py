@@ -36,8 +36,8 @@ class StepRecorder:
     over all scored episodes of players, including those of dead groups.
 
     Args:
-        stop_without_signal: stop after `MAX_DEAD_STEPS` steps in which nearly all groups were dead. False in
-            self-play, where the reward depends on the opponents, and its fall is no collapse.
+        stop_without_signal: stop after `MAX_DEAD_STEPS` steps in which nearly all groups were dead, and watch
+            for a collapse of the reward. False in self-play, where the reward depends on the opponents.
     """
 
     def __init__(
@@ -142,7 +142,11 @@ class StepRecorder:
         self._dead_in_a_row = self._dead_in_a_row + 1 if dead > MAX_DEAD_SHARE else 0
 
     def summary(self, algorithm: Algorithm, samples: int) -> dict[str, Any]:
-        """Return first and last metrics, and the implicit objective of an algorithm that compares groups."""
+        """Return the first and last metrics, warnings, and the implicit objective (`objective_curve`).
+
+        The objective is empty for an algorithm that does not compare the answers of a group. Everything is
+        empty in processes other than the first.
+        """
         if not self._workspace.leads:
             return {}
         lines = self._workspace.step_metrics()
@@ -170,7 +174,7 @@ def reward_term_means(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def compare_lengths(workspace: Workspace) -> dict[str, Any]:
-    """Return `length_dynamics` between the first and the last steps with stored episodes, at most 5 each."""
+    """Return `length_dynamics` from the first to the last 5 steps with stored episodes, or fewer."""
     files = sorted(workspace.episodes.glob("step-*.parquet"))
     edge = max(1, min(5, len(files) // 2))
     before, after = (
@@ -180,7 +184,7 @@ def compare_lengths(workspace: Workspace) -> dict[str, Any]:
 
 
 def add_advantages(groups: Sequence[WeightedGroup]) -> list[Episode]:
-    """Return the episodes in order, with their advantages as a metric."""
+    """Return the episodes in order, with their advantages as the metric `advantage`."""
     episodes = []
     for group in groups:
         for index, episode in enumerate(group.episodes):

@@ -1,4 +1,4 @@
-"""The default opponents of an RL stage: none. A league overrides the methods."""
+"""The default opponents of an RL stage: none."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -30,7 +30,7 @@ class GroupSource(ABC):
     @property
     @abstractmethod
     def epoch(self) -> int:
-        """Number of completed epochs of the training tasks."""
+        """Number of epochs of the training tasks that are completed."""
 
     @abstractmethod
     def sample(self, step: int, watch: Stopwatch) -> Groups:

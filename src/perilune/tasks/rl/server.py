@@ -19,8 +19,8 @@ from perilune.watchdog import Watchdog
 class ServerSampler(GroupSampler):
     """Samples the groups of each step from a server.
 
-    The stage's own engine only evaluates. The log-prob checker compares the server's log-probs with the
-    learner's, so a server that did not load the weights stops the run.
+    The stage's own engine is used only for evaluations. The log-prob checker compares the server's log-probs
+    with the learner's, so the run stops if the server did not load the weights.
 
     Raises:
         RequestError, WorkFailedError: as `RemoteEngine` and `find_server`.
@@ -75,6 +75,6 @@ class ServerSampler(GroupSampler):
         if self._sleeps:
             try:
                 self._publish()  # SGLang keeps no weights while it sleeps
-            except PeriluneError as error:  # the run may end because the server did
+            except PeriluneError as error:  # the run may be ending because the server has ended
                 self._player.workspace.log(f"warning: the server could not be woken up: {error}")
         self._engine.close()

@@ -91,17 +91,17 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
 
     @property
     def uses_reference(self) -> bool:
-        """True if training needs the policy that it started from."""
+        """True if training needs the initial policy."""
         return self.kl > 0 or "deviation" in self.algorithm.needs
 
     @property
     def server(self) -> TrainedServerSpec | None:
-        """The server that samples, if one does."""
+        """The server that samples; None if Perilune's or OpenVINO's engine does."""
         return self.engine if isinstance(self.engine, TrainedServerSpec) else None
 
     @property
     def openvino(self) -> OpenVinoSpec | None:
-        """The settings of OpenVINO, if it computes the engine's steps."""
+        """The settings of OpenVINO; None if OpenVINO does not compute the engine's steps."""
         return self.engine if isinstance(self.engine, OpenVinoSpec) else None
 
     @property
@@ -137,7 +137,7 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
         return replace(plan, persistent=persistent)
 
     def sampling_plan(self, config: DecoderConfig, longest: int, device: str) -> StageMemory:
-        """Return the memory plan of an engine that only samples: of sub-agents, or in a rollout process."""
+        """Return the memory plan of an engine that only samples: for sub-agents, or in a rollout process."""
         groups = self.prompts
         if self.asynchronous is not None:
             groups = -(-groups * (self.asynchronous.staleness + 1) // self.asynchronous.workers)
@@ -148,7 +148,8 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
     def _set_default_corrections(self) -> RLSpec:
         """Set the off-policy corrections of asynchronous training, unless the recipe sets its own.
 
-        A validator that runs before the fields would turn off the rules of JSON: a list could not be a tuple.
+        A `before` validator is no alternative: the fields would then be validated as Python values, for which
+        strict mode does not accept a list where a tuple is expected.
         """
         if self.asynchronous is not None and self.off_policy is None:
             updates = self.updates_per_batch * self.epochs_per_batch

@@ -20,7 +20,7 @@ Spec = TypeVar("Spec", bound=RLSpec)
 
 
 class ReinforcementStage(Stage[Spec]):
-    """The plan that rl and selfplay share."""
+    """Base of rl and selfplay, with the plan that they share."""
 
     produces = "checkpoint"
 
@@ -28,9 +28,8 @@ class ReinforcementStage(Stage[Spec]):
         """Return the plan: episodes, updates, the schedule and memory.
 
         Raises:
-            RequestError: when the environment has `rewards` that a reward model would replace, new contexts
-                in which the policy would not learn, scaled rewards that hide right answers, or prefixes that
-                process rewards cannot value.
+            RequestError: when the environment or the resources do not fit the spec. For example, `rewards`
+                are ignored beside a reward model, or a server samples for several processes.
         """
         if spec.reward_model and not spec.verifier_weight and job.environment.get(REWARDS):
             raise RequestError(
@@ -102,7 +101,7 @@ def _check_verdicts(spec: RLSpec, job: Job) -> None:
 
 
 def _check_asynchronous(job: Job) -> None:
-    """Check that the job's rollouts can run in processes of their own."""
+    """Check that rollouts can run in separate processes: one learner process, and no secrets on Ray."""
     where = f"stages.{job.stage}.asynchronous"
     _check_one_process(job, "asynchronous", "asynchronous training has one learner process")
     settings = job.spec["asynchronous"]

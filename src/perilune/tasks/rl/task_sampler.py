@@ -10,7 +10,7 @@ from perilune.tasks.rl.curriculum_settings import CurriculumSettings
 from perilune.tasks.stage.player import Player
 
 DrawnTask = tuple[Task, float]
-"""A task, and the probability with which the step includes it."""
+"""A task, and the probability that the draw of the step includes it; 1 without a curriculum."""
 
 
 class TaskSampler:
@@ -33,7 +33,7 @@ class TaskSampler:
         return self._tasks.epoch
 
     def take(self, count: int, step: int, first: int = 0) -> list[DrawnTask]:
-        """Return the next `count` tasks.
+        """Return the next `count` tasks, drawn by the curriculum if there is one.
 
         Args:
             first: number of tasks already taken for this step.

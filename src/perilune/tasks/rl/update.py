@@ -32,8 +32,8 @@ from perilune.watchdog import STALL_SECONDS, Watchdog
 
 TRUNCATED_WEIGHTS = OffPolicySettings(proximal="learner", weight="truncate")
 """Truncated importance sampling: the default when sampler and learner round differently."""
-CPU_TOKEN_LIMIT_S, GPU_TOKEN_LIMIT_S = 1.0, 0.02  # seconds per token, more than training takes
-MAX_SLOWDOWN = 20  # largest time per token, relative to the slowest step before
+CPU_TOKEN_LIMIT_S, GPU_TOKEN_LIMIT_S = 1.0, 0.02  # seconds per token that no training step takes
+MAX_SLOWDOWN = 20  # largest time per token, relative to the slowest earlier step
 
 
 def stall_timeout(tokens: int, limit: float, slowest: float | None) -> float:
@@ -70,7 +70,7 @@ class PolicyUpdater:
 
     Args:
         reference: the policy before training; None if the spec doesn't use it.
-        max_episode_tokens: most tokens of an episode; `max_tokens` by default.
+        max_episode_tokens: most tokens of an episode after its prompt; `max_tokens` by default.
         draws_are_known: see `LogprobChecker`.
     """
 
@@ -163,7 +163,7 @@ class PolicyUpdater:
 
 
 def reference_logprobs_by_episode(batches: Sequence[PackedBatch]) -> dict[str, NDArray[np.float32]]:
-    """Return the reference's log-probs of learned tokens by episode id, for batches that have them."""
+    """Return the reference's log-probs float32[M] of learned tokens by episode id."""
     return {
         name: logprobs
         for batch in batches
@@ -175,7 +175,11 @@ def reference_logprobs_by_episode(batches: Sequence[PackedBatch]) -> dict[str, N
 def record_reference_logprobs(
     group: WeightedGroup, known: Mapping[str, NDArray[np.float32]]
 ) -> WeightedGroup:
-    """Return the group with `reference_logprobs` in each episode whose id is in `known`."""
+    """Return the group with `reference_logprobs` in each episode whose id is in `known`.
+
+    Args:
+        known: log-probs float32[M] of the M tokens that the policy sampled, by episode id.
+    """
 
     def add(episode: Episode) -> Episode:
         own = known.get(episode.episode_id)

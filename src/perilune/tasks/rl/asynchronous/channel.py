@@ -1,6 +1,7 @@
 """Messages between the learner and a rollout process: JSON lines, and the files that they name.
 
-A message names a file without its folder. Each side has a folder for files; on one machine both use the same.
+A message names a file without its folder. Each side has a folder for files; on one machine both use the same
+folder.
 """
 
 import json
@@ -24,23 +25,23 @@ class Channel(ABC):
 
     @abstractmethod
     def send(self, message: Message) -> None:
-        """Send a message, with the file of weights that it names. Does nothing once the process has ended."""
+        """Send a message and the file of weights that it names. Do nothing if the process has ended."""
 
     @abstractmethod
     def messages(self) -> Iterator[Message]:
-        """Return the messages of the process until it ends, each after the file that it names has arrived."""
+        """Iterate over the messages of the process until it ends, each with its file in place."""
 
     @abstractmethod
     def close(self) -> str:
-        """End the process if it still runs, and return how it ended, in words."""
+        """End the process if it still runs, and return how it ended, such as "exit code -9"."""
 
 
 class LocalChannel(Channel):
-    """A process of this machine, over its standard input and output.
+    """The connection to a process on this machine, over its standard input and output.
 
     Args:
-        bundle: of the stage.
-        folder: for files.
+        bundle: the stage's bundle.
+        folder: the folder for files, which both sides use.
     """
 
     def __init__(self, bundle: Path, folder: Path) -> None:
@@ -65,7 +66,7 @@ class LocalChannel(Channel):
         return map(json.loads, self.lines())
 
     def lines(self) -> Iterator[bytes]:
-        """Return the messages as JSON."""
+        """Iterate over the messages as JSON."""
         assert self._process.stdout is not None
         return iter(self._process.stdout)
 

@@ -29,9 +29,9 @@ from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings
 from perilune.weights.delta import ChangeFinder, Update, WeightWriter
 from perilune.weights.precision import engine_dtypes
 
-MAX_LOSSES_IN_A_ROW = 3  # processes lost in a row, without a finished group, at which the stage fails
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - preferred folder for weights
-FOLDER_PREFIX = "perilune-rollouts-"  # of the folders for weights
+MAX_LOSSES_IN_A_ROW = 3  # lost processes without a finished group in between, at which the stage fails
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - preferred place of the folder for weights
+FOLDER_PREFIX = "perilune-rollouts-"  # of the names of folders for weights
 KEPT_VERSIONS = 2  # the current version, and the previous one, which a process may still read
 
 Key = tuple[int, int]
@@ -49,8 +49,8 @@ class _Process:
     """One rollout process.
 
     Attributes:
-        groups: the groups that it plays, with their messages.
-        version: of its weights; -1 before the first.
+        groups: the `admit` messages of the groups that the process plays, by key.
+        version: version of the weights that the process has loaded; -1 before the first.
     """
 
     number: int
@@ -63,13 +63,14 @@ class Fleet:
     """The rollout processes of a stage.
 
     Args:
-        weights: bytes of one version.
-        replaces_processes: whether to replace a process that dies; otherwise its end is an error.
+        weights: size of all weights in bytes.
+        replaces_processes: whether to replace a process that dies; otherwise its death is an error.
 
     Attributes:
         finished: finished groups that no step has trained on yet, by key.
         lost_processes: number of processes that died so far.
-        publish_lag_s: seconds from publishing the last version that all processes have loaded until then.
+        publish_lag_s: seconds from the publication of a version until all processes had loaded it, for the
+            newest such version.
         write_s: seconds to write the last update.
     """
 
@@ -88,10 +89,9 @@ class Fleet:
             else RayCluster(settings.ray, settings.workers, workspace.root, folder).open
         )
         self._writer = WeightWriter(settings.weights)
-        self._updates: list[
-            tuple[Update, dict[str, Any]]
-        ] = []  # the updates that a new process needs, in order
-        self._published: dict[int, float] = {}  # times of the versions that a process has not loaded yet
+        # The updates that a new process needs, in order, each with its message.
+        self._updates: list[tuple[Update, dict[str, Any]]] = []
+        self._published: dict[int, float] = {}  # publication times of versions that some process lacks
         self._lost_in_a_row = 0
         self._messages: SimpleQueue[tuple[float, _Process, Mapping[str, Any] | None]] = SimpleQueue()
         self._answers: list[str | int] = []
@@ -107,7 +107,7 @@ class Fleet:
     def publish(self, decoder: Decoder, version: int, changed: ChangeFinder | None) -> None:
         """Send the decoder's weights to all processes, which load them between two tokens.
 
-        The first update has all tensors, later ones only those that are trained, in the engines' precision.
+        The first update has all tensors, later ones only the trained tensors, in the engines' precision.
 
         Args:
             changed: finds the values that changed since the last version; None sends all.
@@ -139,7 +139,11 @@ class Fleet:
             old.unlink()
 
     def admit(self, message: Mapping[str, Any]) -> None:
-        """Send a group to the process with the fewest groups."""
+        """Send a group to the process with the fewest groups.
+
+        Args:
+            message: the group, as in the `admit` message of `perilune.tasks.rl.asynchronous.process`.
+        """
         process = min(self._processes, key=lambda process: (len(process.groups), process.number))
         process.groups[tuple(message["key"])] = message
         process.channel.send({"admit": message})
@@ -159,7 +163,11 @@ class Fleet:
         return {key: value for key, value in recorded.items() if key not in self.finished}
 
     def wait_until_idle(self, number: int) -> None:
-        """Wait until all processes are idle, so that they need new weights or groups to continue."""
+        """Wait until no process can continue without new weights or groups.
+
+        Args:
+            number: identifies the answers to this call.
+        """
         for process in list(self._processes):
             process.channel.send({"settle": number})
             self._answers = []
@@ -176,7 +184,8 @@ class Fleet:
         """Handle all messages that have arrived; by default wait for the first.
 
         Raises:
-            WorkFailedError: the failure that a process reports; when processes die again and again.
+            WorkFailedError: when a process reports a failure.
+            ProcessLostError: when a process dies and is not replaced, or after `MAX_LOSSES_IN_A_ROW` losses.
         """
         while wait or not self._messages.empty():
             self._handle(*self._messages.get())
@@ -184,7 +193,7 @@ class Fleet:
 
     def _handle(self, arrival: float, process: _Process, message: Mapping[str, Any] | None) -> None:
         if process not in self._processes:
-            return  # from a process that was replaced
+            return  # the process has been replaced
         if message is None:
             self._replace(process)
         elif "group" in message:
@@ -220,12 +229,16 @@ class Fleet:
     def _replace(self, process: _Process) -> None:
         end = process.channel.close()
         if not self._replaces_processes:
-            raise ProcessLostError(f"a rollout process ended with {end} while a schedule was followed")
+            raise ProcessLostError(
+                f"a rollout process ended with {end} while a schedule was followed",
+                remedy="see the log above, and run `perilune reproduce` again",
+            )
         self.lost_processes += 1
         self._lost_in_a_row += 1
         if self._lost_in_a_row >= MAX_LOSSES_IN_A_ROW:
             raise ProcessLostError(
-                f"a rollout process ended with {end}, {MAX_LOSSES_IN_A_ROW} times without a finished group",
+                f"{MAX_LOSSES_IN_A_ROW} rollout processes ended without a finished group in between; the last"
+                f" ended with {end}",
                 remedy="see the log above; if memory ran out, lower `prompts`, `max_tokens` or `workers`",
             )
         groups = list(process.groups.values())
@@ -239,7 +252,11 @@ class Fleet:
 
 
 def _choose_folder(workspace: Workspace, weights: int) -> Path:
-    """Return shared memory if it has room for all kept versions, else the run's own folder."""
+    """Return the folder of shared memory if it has room for all kept versions, else the run's own folder.
+
+    Args:
+        weights: size of all weights in bytes.
+    """
     needed = 2 * (KEPT_VERSIONS + 1) * weights
     in_memory = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= needed
     return SHARED_MEMORY if in_memory else workspace.runtime

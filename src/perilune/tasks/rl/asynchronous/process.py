@@ -1,15 +1,16 @@
 """A rollout process: `python -m perilune.tasks.rl.asynchronous.process BUNDLE FOLDER`.
 
-It reads JSON lines from standard input and answers on standard output; its log is standard error:
+The process reads JSON lines from standard input, answers on standard output, and logs to standard error:
 
     {"weights": name, "version": v, "checksum": c}  -> {"holds": v}
     {"admit": group}                                -> {"group": key, "file": name, "version_runs": runs}
                                                        later
     {"snapshot": name}                              -> {"snapshot": name} with the turns sampled so far
-    {"settle": n}                                   -> {"settled": n} once nothing more can happen
+    {"settle": n}                                   -> {"settled": n} once the process is idle
+    at an error                                     -> {"failed": message}, then the process ends
 
 Messages name files in FOLDER: weights, finished groups and snapshots. The process ends when its standard
-input ends, so it never outlives the learner; it then removes FOLDER, because a killed learner cannot.
+input ends, so it never outlives the learner. It then removes FOLDER, because a killed learner cannot.
 """
 
 import json
@@ -55,7 +56,7 @@ class RolloutProcess:
         Thread(target=self._read, name="learner", daemon=True).start()
 
     def run(self) -> None:
-        """Sample until the process is ended."""
+        """Sample until standard input ends, which ends the process."""
         while True:
             self._rollouts.advance()
             if self._settle is not None and self._rollouts.is_idle:
@@ -101,7 +102,7 @@ class RolloutProcess:
         self._rollouts.update_weights(None, version)
         if (own := self._player.engine.checksum) != message["checksum"]:
             raise WorkFailedError(
-                f"version {version} has checksum {message['checksum']}, and the rollout process holds {own}",
+                f"version {version} has checksum {message['checksum']}, but the rollout process loaded {own}",
                 remedy=REPORT_BUG,
             )
         self._send({"holds": version})

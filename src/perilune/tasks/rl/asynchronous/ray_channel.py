@@ -1,8 +1,8 @@
 """Rollout processes on the nodes of a Ray cluster.
 
-An actor on a node unpacks the bundle, runs the rollout process beside itself, and passes on its messages and
-files. Weights and finished groups travel through Ray's object store. Every node must have this version of
-Perilune.
+An actor on a node unpacks the bundle, starts the rollout process on that node, and passes on its messages
+and files. Weights and finished groups travel through Ray's object store. Every node must have the learner's
+versions of Perilune, torch and numpy.
 """
 
 import io
@@ -29,7 +29,7 @@ class RayCluster:
     """Starts rollout processes on the cluster.
 
     Args:
-        folder: of the learner, for files.
+        folder: the learner's folder for files.
 
     Raises:
         WorkFailedError: when the cluster cannot be reached, or is too small for all processes.
@@ -101,15 +101,18 @@ class _Actor:
     """Runs a rollout process on the node of this actor.
 
     Args:
-        bundle: as a tar archive.
-        versions: of the learner's packages.
+        bundle: the bundle as a tar archive.
+        versions: the learner's versions of packages.
+
+    Raises:
+        RuntimeError: when this node has other versions.
     """
 
     def __init__(self, bundle: bytes, versions: Mapping[str, str]) -> None:
         if (own_versions := _package_versions()) != versions:
             different = sorted(name for name in versions if own_versions.get(name) != versions[name])
             raise RuntimeError(f"this node has other versions than the learner of: {', '.join(different)}")
-        self._folder = Path(tempfile.mkdtemp(prefix="rollouts-"))  # the process removes it in the end
+        self._folder = Path(tempfile.mkdtemp(prefix="rollouts-"))  # the rollout process removes it at its end
         root = self._folder / "bundle"
         with tarfile.open(fileobj=io.BytesIO(bundle)) as archive:
             extract_archive(archive, root)
@@ -125,7 +128,7 @@ class _Actor:
         self._channel.send_line(line)
 
     def receive(self) -> tuple[bytes, bytes]:
-        """Return the process's next message and the file that it names; empty after the process has ended."""
+        """Return the process's next message, and the content of the file that it names; empty at its end."""
         line = next(self._lines, b"")
         message = json.loads(line) if line else {}
         for loaded in self._folder.glob("weights-*"):

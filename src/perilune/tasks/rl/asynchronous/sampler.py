@@ -4,8 +4,8 @@ Groups are numbered in the order of their tasks. A group is admitted while
 
     admitted < (completed steps + staleness + 1) * prompts
 
-and a step trains on the finished groups that were admitted first. Old groups are not dropped: that would
-remove long episodes (docs/results/pacing.md).
+and a step trains on the finished groups that were admitted first. Old groups are not dropped, because that
+would remove long episodes (docs/results/pacing.md).
 """
 
 import base64
@@ -46,7 +46,7 @@ class AsynchronousSampler(GroupSource):
     """A group source whose groups are sampled by rollout processes.
 
     Args:
-        learner: publishes its weights; its memory keeps the state for a resumed run.
+        learner: its weights are published; its memory keeps the state for a resumed run.
     """
 
     def __init__(self, spec: RLSpec, player: Player, learner: Learner) -> None:
@@ -181,8 +181,9 @@ class AsynchronousSampler(GroupSource):
 
     # -- admission -------------------------------------------------------------------------------------------
 
-    def _admit(self, most: int) -> None:
-        while self._admitted < most:
+    def _admit(self, limit: int) -> None:
+        """Admit groups until `limit` groups have been admitted in the whole run."""
+        while self._admitted < limit:
             step, _ = self._key(self._admitted)
             for drawn in self._tasks.take(self._spec.prompts, step):
                 self._waiting[self._admitted] = drawn
@@ -194,7 +195,7 @@ class AsynchronousSampler(GroupSource):
         if self._schedule is not None:
             version_runs = self._version_runs.get(number)
             if version_runs is None:
-                return  # no step trained on it
+                return  # no step of the recorded run trained on this group
         self._fleet.admit(
             {
                 "key": self._key(number),
@@ -225,7 +226,7 @@ class AsynchronousSampler(GroupSource):
         }
 
     def _key(self, number: int) -> Key:
-        """Return the (step, index) key of a group's random numbers: the same as without staleness."""
+        """Return the key of a group's random numbers, (step, index), which does not depend on staleness."""
         return number // self._spec.prompts + 1, number % self._spec.prompts
 
     def _number(self, key: Key) -> int:

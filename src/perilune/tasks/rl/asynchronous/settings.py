@@ -19,7 +19,7 @@ class RaySettings(Frozen):
 
 
 class AsynchronousSettings(Frozen):
-    """The lead of rollouts over training, and the number of rollout processes."""
+    """How far rollouts may run ahead of training, and in which processes they run."""
 
     staleness: int = Field(
         1,
@@ -62,9 +62,9 @@ class AsynchronousSettings(Frozen):
 
 
 def default_corrections(settings: AsynchronousSettings, updates: int) -> OffPolicySettings:
-    """Return truncated importance weights per token, and mask tokens that are much older than usual.
+    """Return the default off-policy corrections: truncated importance weights, and a mask on very old tokens.
 
-    Pacing bounds the mean age, not the age of the first tokens of the longest episodes.
+    The admission limit bounds the mean age of tokens, but not the age of the first tokens of long episodes.
 
     Args:
         updates: optimizer updates in each step.
