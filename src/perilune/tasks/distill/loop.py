@@ -79,7 +79,10 @@ def run(workspace: Workspace, spec: DistillSpec) -> dict[str, Any]:
 
 
 class _Source:
-    """The episodes of each step: the student's own answers, or the stage's traces."""
+    """The episodes of each step: the student's own answers, or in off-policy steps the stage's traces.
+
+    `start` must be called before `batch`.
+    """
 
     def __init__(self, workspace: Workspace, spec: DistillSpec, player: Player) -> None:
         self._workspace, self._spec, self._player = workspace, spec, player
@@ -117,17 +120,17 @@ class _Source:
 
 
 def _teacher(workspace: Workspace, device: torch.device) -> Policy:
-    """Return the stage's teacher, or the recipe's model if it has none."""
+    """Return the stage's teacher, or the recipe's model if the stage has no teacher."""
     if workspace.has_input("teacher"):
         return Policy(*load_checkpoint(workspace.input("teacher"), device))
     return load_recipe_model(workspace, device)
 
 
 def teacher_prompts(episodes: Sequence[Episode], teacher: Policy, system: str) -> list[list[int]]:
-    """Return the tokens of each episode's prompt after `system`, in the teacher's chat template.
+    """Return the tokens of each episode's prompt, after the message `system`, in the teacher's chat template.
 
     Raises:
-        RequestError: when prompt and answer exceed the teacher's context. Truncation would change the scores.
+        RequestError: when prompt and answer exceed the teacher's positions.
     """
     prompts = teacher.tokenizer.encode_prompts(
         [prepend_system_message(episode.opening, system) for episode in episodes]

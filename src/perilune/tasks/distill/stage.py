@@ -83,7 +83,8 @@ class DistillSpec(EvaluatedSpec, LearnerSettings, SamplingSpec, ForgettingSpec):
             raise ValueError("on_policy below 1 needs data, and data needs on_policy below 1")
         if self.loss == "reverse_kl" and self.data is not None:
             raise ValueError(
-                "reverse_kl is a policy gradient: it can only train on the student's own answers"
+                "reverse_kl is a policy gradient: it can only train on the student's own answers. Choose"
+                " another loss, or remove data and on_policy"
             )
         if self.task_reward and (self.loss != "reverse_kl" or self.samples < 2):
             raise ValueError("task_reward needs loss: reverse_kl, and at least 2 samples to compare")
@@ -93,7 +94,10 @@ class DistillSpec(EvaluatedSpec, LearnerSettings, SamplingSpec, ForgettingSpec):
         return self
 
     def memory_plan(self, config: DecoderConfig, device: str) -> StageMemory:
-        """Return the memory plan of student and teacher; `config` is the larger model's.
+        """Return the memory plan of student and teacher.
+
+        Args:
+            config: the configuration of the larger of the two models.
 
         Raises:
             RequestError: when the answers leave no room for a prompt.
@@ -113,7 +117,7 @@ class DistillSpec(EvaluatedSpec, LearnerSettings, SamplingSpec, ForgettingSpec):
         plan = replace(plan, transient={**plan.transient, "learning": learning})
         if self.lora is None:
             return plan
-        teacher = base_bytes(config, "float32")  # the base of an adapter is no teacher
+        teacher = base_bytes(config, "float32")  # unlike a reference, the teacher is not the adapter's base
         return replace(plan, persistent={**plan.persistent, "reference": teacher})
 
 

@@ -32,7 +32,7 @@ from perilune.tasks.supervised.demonstrations import Demonstrations
 from perilune.tasks.supervised.tokens import RowReader
 from perilune.watchdog import Watchdog
 
-GOAL_PASS_RATE = 0.9  # pass rate for which the number of further rounds is predicted
+GOAL_PASS_RATE = 0.9  # the summary predicts the number of rounds to this pass rate
 
 
 def run(workspace: Workspace, spec: FlywheelSpec) -> dict[str, Any]:
@@ -66,7 +66,9 @@ class Sampled:
 
     Attributes:
         kept: number of records written.
-        counts: answers by label ("right", "wrong", "unknown"), and those of each that passed ("right kept").
+        counts: number of answers by label ("right", "wrong", "unknown"), and number of those that passed
+            ("right kept", "wrong kept", "unknown kept").
+        tokens: number of sampled tokens.
     """
 
     kept: int
@@ -92,7 +94,7 @@ class Rounds:
 
     @property
     def stalled(self) -> bool:
-        """True if the interval of the last round's gain includes 1, so that it may have gained nothing."""
+        """True if the interval of the last round's gain includes 1: the round may have gained nothing."""
         gain = self._last_gain
         return gain is not None and gain.low <= 1
 
@@ -102,7 +104,11 @@ class Rounds:
         return self._gain(rates[-2:]) if len(rates) > 1 else None
 
     def _gain(self, rates: Sequence[Mapping[str, float]]) -> Interval:
-        """Return the gain over rounds, on the tasks with a verdict in each of them."""
+        """Return the gain per round over rounds, from the tasks that have a verdict in all of them.
+
+        Args:
+            rates: the pass rates by task, one mapping for each round.
+        """
         shared = set.intersection(*map(set, rates))
         kept = [{task: row[task] for task in shared} for row in rates]
         return gain_interval(kept, seed=self._workspace.job.seed)
@@ -195,7 +201,7 @@ class Rounds:
             watch=Stopwatch(),
         )
         judged = [[episode for episode in group if not episode.failure] for group in groups]
-        rates = {group[0].task_id: sum(map(_is_kept, group)) / len(group) for group in judged if group}
+        rates = {group[0].task_id: sum(map(_passed, group)) / len(group) for group in judged if group}
         self._learner.memory["rates"] = [*self._learner.memory["rates"], rates]
         return pass_rate_interval(list(rates.values()), seed=self._workspace.job.seed)
 
@@ -212,13 +218,17 @@ class Rounds:
         return [path for path in paths if path.stat().st_size]
 
     def _labels(self, tasks: Sequence[Task], groups: Groups) -> Counter[str]:
-        """Count answers by a label other than the reward (right, wrong or unknown), and those that passed."""
+        """Count answers by label and by whether they passed; see `Sampled.counts`.
+
+        The label does not depend on the trained reward: it comes from the gold score, or from `is_right` of
+        the environment.
+        """
         by_id = {task.task_id: task for task in tasks}
         counts: Counter[str] = Counter()
         for episode in (episode for group in groups for episode in group if not episode.failure):
             label = self._label(by_id[episode.task_id], episode)
             counts[label] += 1
-            counts[f"{label} kept"] += _is_kept(episode)
+            counts[f"{label} kept"] += _passed(episode)
         return counts
 
     def _label(self, task: Task, episode: Episode) -> str:
@@ -229,14 +239,14 @@ class Rounds:
         return {True: "right", False: "wrong", None: "unknown"}[opinion(task, answer)]
 
 
-def _is_kept(episode: Episode) -> bool:
-    """Return whether the answer is kept: right by its reward, and not truncated."""
+def _passed(episode: Episode) -> bool:
+    """Return whether the answer passed: right by its reward, and not truncated."""
     return episode.reward is not None and episode.reward >= PASS_REWARD and not episode.truncated
 
 
 def _best_records(groups: Groups, provenance: Provenance) -> list[TraceRecord]:
     """Return the most likely passing answer of each group, without duplicates."""
-    best = (most_likely([episode for episode in group if _is_kept(episode)]) for group in groups)
+    best = (most_likely([episode for episode in group if _passed(episode)]) for group in groups)
     records: dict[str, TraceRecord] = {}
     for record in (to_record(episode, provenance) for episode in best if episode is not None):
         records.setdefault(record.digest, record)

@@ -22,7 +22,7 @@ from perilune.tasks.stage.retention import TrainingSpec
 from perilune.tasks.stage.sampling import SamplingSpec
 from perilune.tasks.stage.stage import Stage, training_plan
 
-HELD_OUT_SAMPLES = 4
+HELD_OUT_SAMPLES = 4  # answers to each held-out task
 
 
 class FlywheelSpec(TrainingSpec, LearnerSettings, SamplingSpec, ForgettingSpec):

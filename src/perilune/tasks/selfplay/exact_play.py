@@ -20,10 +20,10 @@ DECISION_BATCH = 512  # decisions whose moves are packed together
 def exact_figures(
     game: ExactGame, decoder: Decoder, tokenizer: Tokenizer, temperature: float
 ) -> dict[str, float]:
-    """Return `exploitability` of a policy that is every player, in the game's returns, and `illegal_mass`.
+    """Return the `exploitability` of a policy, in the game's returns, and `illegal_mass`.
 
-    `illegal_mass` is the mean probability of answers that are no legal move. Move probabilities are divided
-    by the legal mass before the best response is computed.
+    `illegal_mass` is the mean probability, over decisions, of answers that are not a legal move. Before the
+    best response is computed, move probabilities are divided by the probability of all legal moves.
     """
     moves = move_probabilities(game.decisions, decoder, tokenizer, temperature)
     legal = [math.fsum(chances) for chances in moves]
@@ -38,7 +38,7 @@ def exact_figures(
 def move_probabilities(
     decisions: Sequence[Decision], decoder: Decoder, tokenizer: Tokenizer, temperature: float
 ) -> list[list[float]]:
-    """Return for each decision the probability of each move: of its tokens and the end of the turn."""
+    """Return for each decision the probability of each move, including the token that ends the turn."""
     probabilities: list[list[float]] = []
     for start in range(0, len(decisions), DECISION_BATCH):
         part = decisions[start : start + DECISION_BATCH]

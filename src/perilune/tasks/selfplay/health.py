@@ -10,8 +10,8 @@ from perilune.data.episode import Episode
 
 WINDOW_STEPS = 8  # steps in a mean
 MAX_SPOILT_SHARE = 0.25  # largest normal share of games that end by an illegal move, or are cut off
-MAX_SPOILT_RATIO = 1.25  # largest normal ratio of this share to that over the first steps
-MIN_ENTROPY_RATIO = 0.02  # smallest normal ratio of the entropy to that over the first steps
+MAX_SPOILT_RATIO = 1.25  # largest normal ratio of this share to the share over the first steps
+MIN_ENTROPY_RATIO = 0.02  # smallest normal ratio of the entropy to the entropy over the first steps
 MIN_OPENINGS = 1.05  # effective number of first moves below which the policy has only one
 NARROWING_SIGNS = ("entropy", "openings")  # signs that a policy has settled, which need not be bad
 
@@ -30,12 +30,16 @@ class Alarm:
 
 
 def game_figures(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Return the metrics of a step's games, from the players' episodes without those of sub-agents.
+    """Return the metrics of a step's games.
+
+    Args:
+        episodes: the episodes of the policy's players, without those of sub-agents.
 
     Returns:
-        `illegal`, the share that ended by an illegal move, if the environment reports it; `unfinished`, the
-        share that was cut off; `drawn`, the share of draws; `turns`, the mean turns of a player; `openings`,
-        exp of the entropy of the first player's first move; `seat/N/reward` and `seat/N/won` of each player.
+        `illegal`, the share of games that ended by an illegal move, if the environment reports it;
+        `unfinished`, the share that was cut off; `drawn`, the share of draws; `turns`, the mean number of
+        turns of a player; `openings`, the `effective_number` of first moves of player 0; `seat/N/reward` and
+        `seat/N/won`, the mean reward and the share of wins of player N.
     """
     judged = [episode for episode in episodes if episode.reward is not None]
     games: dict[tuple[str, ...], list[Episode]] = defaultdict(list)
@@ -102,7 +106,7 @@ def find_alarms(lines: Sequence[Mapping[str, float]], weaker: Sequence[str] = ()
 
 
 def _game(episode: Episode) -> tuple[str, ...]:
-    """Return the step, the task and the sample, which the episodes of all players of a game share."""
+    """Return the id of an episode's game: its step, task and sample."""
     return (*episode.group_id.split("/")[:2], episode.episode_id.rpartition("/")[2])
 
 

@@ -35,8 +35,8 @@ class League(NoOpponents):
     """The members of a stage's league. All state is in the learner's memory and the snapshots' files.
 
     Args:
-        learner: its policy joins the league at regular steps.
-        evaluator: plays matches of that policy.
+        learner: its policy joins the league every `league.every` steps.
+        evaluator: plays the matches of the policy.
 
     Attributes:
         rollouts: the evaluator's worker, with members of the league as opponents.
@@ -76,14 +76,14 @@ class League(NoOpponents):
         return self._snapshots.engine
 
     def prepare(self, step: int) -> None:
-        """Draw and load the member to play against; it depends on the seed and the earlier results."""
+        """Draw and load the member to play against, which depends on the seed and on earlier results."""
         if not self._record["members"]:
             self._add_member(0)
         self._met = self._draw(step)
         self._load(self._met)
 
     def opponent_players(self, key: tuple[int, int, int], players: int) -> Collection[int]:
-        """Return all players but one in a share of the tasks, drawn for each task; else none."""
+        """Return all players but one for the share `league.share` of tasks, and none for the others."""
         random = np.random.default_rng(key)
         if random.random() >= self._settings.share:
             return ()
@@ -116,7 +116,7 @@ class League(NoOpponents):
     def after_step(
         self, step: int, groups: Sequence[WeightedGroup], figures: dict[str, float]
     ) -> dict[str, float]:
-        """Add the metrics of the step's games; at regular steps, add the policy to the league."""
+        """Return the metrics with those of the step's games; if it is due, add the policy to the league."""
         groups = [group for group in groups if not group.episodes[0].is_sub_agent]
         episodes = [episode for group in groups for episode in group.episodes]
         figures = {**figures, **game_figures(episodes), "met": float(self._met), **self._points(groups)}
@@ -126,7 +126,7 @@ class League(NoOpponents):
         return figures
 
     def _points(self, groups: Sequence[WeightedGroup]) -> dict[str, float]:
-        """Return the mean points against the member of this step, which prioritised choices depend on."""
+        """Record and return the mean points against the step's member, on which prioritised draws depend."""
         returns = [
             episode.reward
             for group in groups
@@ -166,7 +166,7 @@ class League(NoOpponents):
         return figures | {"champion": float(record["champion"])}
 
     def _check_alarms(self, step: int, line: Mapping[str, float]) -> None:
-        """Record and log new alarms, and extend those that continue."""
+        """Record and log new alarms, and extend the alarms that continue."""
         if self._lines is None:
             self._lines = list(self._workspace.step_metrics())
         self._lines.append(line)

@@ -25,7 +25,7 @@ ILLEGAL_SLACK = 0.01  # probability mass by which a new champion may make more i
 
 Returns = dict[str, float]
 """The policy's return in each game of a match, by the game's index. Games that failed, or ended before the
-policy moved, are missing. A game of the same index has the same deal and chance events in every match."""
+policy moved, are missing. Games with the same index have the same deal and chance events in every match."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class MatchEvaluator:
     """Plays matches with one game per held-out task; the policy's player alternates from game to game.
 
     Attributes:
+        section: the environment's section of the recipe.
         game: the game for exact computations; None if it is too large.
     """
 
@@ -48,10 +49,11 @@ class MatchEvaluator:
         return self.rollouts.engine
 
     def play_policy(self, engine: SamplingBackend) -> Returns:
+        """Return the returns of a match against the policy of `engine`."""
         return self._play(replace(self.rollouts, opponents=FixedOpponents(engine)))
 
     def play_named(self, name: str) -> Returns:
-        """Return the returns of a match against a player of the environment."""
+        """Return the returns of a match against a named player of the environment, such as `random`."""
         section = {**self.section, "opponent": name}
         with Scorer(section) as scorer:
             rollouts = replace(self.rollouts, scorer=scorer, environment=make_environment(section))
@@ -80,8 +82,8 @@ class Standings:
     """The results of all matches of a league.
 
     Attributes:
-        record: JSON, extended with every evaluated member.
-        named: players of the environment that every member is evaluated against.
+        record: the results as JSON, to which every evaluated member is added.
+        named: players of the environment against which every member is evaluated.
     """
 
     record: dict[str, Any]
@@ -89,12 +91,20 @@ class Standings:
     seed: int
 
     def largest_return(self, returns: Sequence[float] = ()) -> float:
-        """Return the largest absolute return so far, with `returns`: the value of a win."""
+        """Record `returns`; return the largest absolute return so far, which counts as that of a win."""
         self.record["most"] = max([self.record.get("most", 0.0), *map(abs, returns)])
         return float(self.record["most"])
 
     def add(self, step: int, returns: Mapping[str, Returns], exact: Mapping[str, float]) -> dict[str, float]:
-        """Record the matches of the member of `step`; return its metrics: mean returns, exact ones, Elo."""
+        """Record the matches of the member of `step`; return its metrics.
+
+        Args:
+            returns: the returns of its matches, by the opponent's name.
+            exact: its `exact_figures`.
+
+        Returns:
+            `exact`, and the mean return of each match and the Elo rating, with 95% intervals.
+        """
         figures = dict(exact)
         for name, match in returns.items():
             values = list(match.values())
@@ -129,7 +139,10 @@ class Standings:
         ]
 
     def opponents_lost_to(self) -> list[str]:
-        """Return the opponents against which the newest member clearly plays worse than the first one."""
+        """Return the opponents against which the newest member clearly plays worse than the initial policy.
+
+        "the initial policy" is among them if the newest member clearly loses its match against that policy.
+        """
         step = self.record["judgements"][-1]["step"]
         if step == 0:
             return []
@@ -137,7 +150,7 @@ class Standings:
         return self._worse_against(step, 0) + ["the initial policy"] * lost
 
     def ratings(self) -> dict[str, Interval]:
-        """Return Elo ratings, relative to `random` if it plays, else to the initial policy."""
+        """Return Elo ratings, relative to `random` if it is in `named`, else to the initial policy."""
         played = [entry for entry in self.record.get("matches", ()) if entry[2]]
         win = self.largest_return()
         matches = [Match(first, second, returns_to_points(returns, win)) for first, second, returns in played]

@@ -14,7 +14,7 @@ class Snapshots:
     """Keeps all snapshots on disk, and one at a time in the engine.
 
     Args:
-        directory: below the stage's checkpoints, so that the next attempt receives it.
+        directory: a folder among the stage's checkpoints, which the next attempt receives.
         engine: samples with `decoder`, which nothing else uses.
     """
 
@@ -38,7 +38,7 @@ class Snapshots:
 
         Raises:
             RequestError: when the snapshot is missing or damaged.
-            WorkFailedError: when it has another checksum.
+            WorkFailedError: when the snapshot has another checksum.
         """
         if self._loaded != step:
             self.copy(step, digest, self.decoder)

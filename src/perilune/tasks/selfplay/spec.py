@@ -67,4 +67,7 @@ class SelfPlaySpec(RLSpec):
         if self.keep.best is not None:
             yield "selfplay outputs the champion, which the league chooses. Remove keep.best"
         if self.eval is not None:
-            yield "selfplay evaluates by matches: set league.every, league.games and league.against"
+            yield (
+                "selfplay evaluates by matches. Remove eval, and set league.every, league.games and"
+                " league.against"
+            )

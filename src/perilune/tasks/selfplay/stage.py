@@ -49,12 +49,12 @@ def check_players(section: Mapping[str, Any], settings: LeagueSettings) -> None:
     """Check that the environment has several players, and the players in `league.against`.
 
     Raises:
-        RequestError: when it has not.
+        RequestError: when the environment has one player, or lacks a player in `league.against`.
     """
     environment = make_environment(section)
     if getattr(environment, "players", 1) < 2:
         raise RequestError(
-            f"{environment.id} has one player, and selfplay needs two",
+            f"{environment.id} has one player, but selfplay needs at least two",
             where="environment",
             remedy="use a game with `opponent: self`, or task: rl",
         )
