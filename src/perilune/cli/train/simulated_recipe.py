@@ -126,9 +126,9 @@ class _Simulator:
         lengths = self._lengths(stage, job)
         times, plan = self._times(spec, asynchronous, lengths)
         plan = replace(plan, watched=job.environment.get(REWARDS, DEFAULT_REWARDS) != DEFAULT_REWARDS)
-        room = CacheSettings("cuda" if self.options.machines else job.resources.device, spec.precision)
+        cache = CacheSettings("cuda" if self.options.machines else job.resources.device, spec.precision)
         longest = planned_episode_tokens(job.environment, spec.max_tokens, self.config)
-        size = engine_size(self.config, longest, room, None if asynchronous else spec.max_samples)
+        size = engine_size(self.config, longest, cache, None if asynchronous else spec.max_samples)
         make_engine = partial(
             SimulatedEngine, SimulatedModel.from_config(self.config), times.step, token_budget=4096, **size
         )

@@ -1,6 +1,6 @@
 """Metrics of users: functions of the episodes of a training step or of an evaluation.
 
-They run in the stage's process and change nothing but the figures.
+The functions run in the stage's process. Their values are only recorded, and do not influence training.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CustomMetrics:
     """The metrics that a stage names.
 
     Args:
-        named: for each metric a function: an entry point, module:name, or a file's.
+        named: the function of each metric: an entry point, module:name, or a function in a file.
         log: called with a warning the first time that a metric fails.
 
     Raises:
@@ -41,7 +41,7 @@ class CustomMetrics:
         self._failed: set[str] = set()
 
     def figures(self, episodes: Sequence[Episode]) -> dict[str, float]:
-        """Return the value of each metric that returns a finite number. A metric that fails is left out."""
+        """Return the metrics that are finite numbers. A metric that fails or returns None is left out."""
         figures = {}
         for name, function in self._functions.items():
             try:

@@ -1,11 +1,11 @@
 """Defaults of a stage that depend on the model: new or pretrained, its size, and whether LoRA is used.
 
-A new model gets the defaults of the stage's fields and the rate `fresh`, about a hundred times the rate of a
-pretrained model, which it would destroy within a few steps. The values for pretrained
+A new model gets the defaults of the stage's fields and the learning rate `fresh`. This rate is about a
+hundred times that of a pretrained model, which it would destroy within a few steps. The values for pretrained
 models follow TRL 1.16 (sft 2e-5, grpo and dpo 1e-6 without KL, reward model 1e-4, adapters 10 times the rate,
 answers of 256 tokens), verl (grpo 1e-6 without KL) and the recipes of SmolLM2 (dpo 1e-6, warm-up over a tenth
-of the steps). Below a billion parameters reinforcement learning gets 5e-6: at that rate, SmolLM2-135M went
-from 4.7% to 14.8% on sums within 60 steps of 128 answers.
+of the steps). Below a billion parameters, the rate of reinforcement learning is 5e-6: at that rate,
+SmolLM2-135M went from 4.7% to 14.8% on sums within 60 steps of 128 answers.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,8 +26,8 @@ class Rates(NamedTuple):
 
     Attributes:
         fresh: for a new model.
-        small: for a pretrained model of less than `LARGE` parameters.
-        large: for a larger one.
+        small: for a pretrained model of less than `LARGE_PARAMETERS` parameters.
+        large: for a larger pretrained model.
     """
 
     fresh: float
@@ -46,14 +46,14 @@ RATES = {
 }
 LORA_FACTOR = 10.0  # learning rate of an adapter, relative to that of all weights
 LARGE_PARAMETERS = 1_000_000_000
-MIN_PRETRAINED_PARAMETERS = 10_000_000  # a smaller model in a folder was made here, as are all presets
+MIN_PRETRAINED_PARAMETERS = 10_000_000  # a smaller model in a folder counts as new, like the presets
 BASE_WIDTH = 128  # width of a preset up to which `fresh` is the rate
 MAX_WARMUP_STEPS = 20
 MAX_ANSWER_TOKENS = 256
 MAX_STEP_EXAMPLES = 16  # traces, pairs or tasks of a step
 CPU_TOKEN_BUDGETS = (4096, 2048, 1024, 512)  # tokens of a forward pass
 GPU_TOKEN_BUDGETS = (16384, 8192, *CPU_TOKEN_BUDGETS)
-MAX_PASS_BYTES = 4 << 30  # memory of a pass on a CPU
+MAX_PASS_BYTES = 4 << 30  # memory of a forward and backward pass on a CPU
 MAX_ACTIVATION_BYTES = 20 << 30  # activations of a pass on a GPU, which needs many tokens to be busy
 
 
@@ -67,7 +67,8 @@ class Default(NamedTuple):
 class ModelDefaults(Frozen):
     """Fields whose default depends on the model of the recipe.
 
-    In a loaded recipe, those that the recipe does not set are None until `complete` makes the job's spec.
+    In a loaded recipe, a field of `by_model` that the recipe does not set is None. `complete` replaces None
+    by the default when the job is made.
     """
 
     by_model: ClassVar[tuple[str, ...]] = (
@@ -120,7 +121,7 @@ class ModelDefaults(Frozen):
 
 
 def is_pretrained(model: Mapping[str, Any]) -> bool:
-    """Return whether a recipe's model section names a folder with a pretrained model, by its size."""
+    """Return whether a recipe's model section names a pretrained model: no preset, and not a small model."""
     if not model or model.get("preset"):
         return False
     config = section_config(model)
@@ -219,7 +220,7 @@ _FOR_PRETRAINED: dict[str, Callable[[_Context], Default]] = {
 
 
 class ForgettingSpec(ModelDefaults):
-    """The field of stages that can measure forgetting, which they do by default for pretrained models."""
+    """The field of stages that can measure forgetting. By default, they measure it for pretrained models."""
 
     forgetting: ForgettingSettings | Literal[False] = Field(
         False,

@@ -1,7 +1,7 @@
 """Held-out evaluation while a stage trains, with the stage's engine and the learner's current weights.
 
-All random numbers are keyed by (seed, 0, task, sample), as in an evaluate stage: training counts its steps
-from 1, so evaluations change nothing in it, and two evaluations differ by the weights alone.
+All random numbers are keyed by (seed, 0, task, sample), as in an evaluate stage. Training counts its steps
+from 1, so evaluations do not change its random numbers, and two evaluations differ only by the weights.
 """
 
 import time
@@ -46,7 +46,7 @@ from perilune.tasks.stage.publishing import Publisher
 from perilune.verifiers import Scorer
 
 HeldOutData = Callable[[], Mapping[str, Mapping[str, float]]]
-"""Figures of the data that a stage holds out: by name ("loss", "accuracy"), then by example."""
+"""Measures the data that a stage holds out; returns values by name ("loss", "accuracy"), then by example."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class HeldOutEvaluation:
         return step % self._settings.every == 0 or step == self._steps
 
     def measure(self, step: int) -> dict[str, float]:
-        """Return the metrics of an evaluation after `step` steps; `seconds` is then the time that it took."""
+        """Return the metrics of an evaluation after `step` steps, and set `seconds` to its duration."""
         start = time.perf_counter()
         figures: dict[str, float] = {}
         if self._publisher is not None:
@@ -108,7 +108,7 @@ class HeldOutEvaluation:
         extra = {"length": summary["length"]["mean"], "truncated": summary["truncated"]}
         figures = self._with_intervals(task_set.name, values)
         for part, entry in summary.get("by_environment", {}).items():
-            if "pass@1" in entry:  # a part without a scored answer has none
+            if "pass@1" in entry:  # missing for a part without a scored answer
                 figures |= _interval_metrics(
                     f"{task_set.name}/environment/{part}/pass@1", Interval(**entry["pass@1"])
                 )
@@ -133,11 +133,11 @@ def open_evaluation(
     rollouts: RolloutWorker | None,
     data: HeldOutData | None,
 ) -> Iterator[HeldOutEvaluation]:
-    """Set up the sets of the stage's `eval` section.
+    """Set up the evaluation of the sets in the stage's `eval` section.
 
     Args:
-        rollouts: the stage's worker, whose engine is used; by default an engine is made.
-        data: measures what the stage holds out of its data, if anything.
+        rollouts: the stage's worker, whose engine is used; if it is None, an engine is made.
+        data: measures the data that the stage holds out; None if it holds out none.
 
     Raises:
         RequestError: when an environment has too few held-out tasks, or several players.
@@ -175,7 +175,7 @@ def open_evaluation(
 def _evaluation_engine(
     spec: EvaluatedSpec, policy: Policy, job: Job, rollouts: RolloutWorker | None
 ) -> Engine:
-    """Return the stage's engine; a stage that doesn't sample gets one for its evaluations."""
+    """Return the stage's engine, or a new engine for a stage that doesn't sample."""
     if rollouts is None:
         room = spec.evaluation_memory(job, policy.decoder.config)
         return make_engine(policy.decoder, room["max_tokens"], policy.tokenizer, samples=room["samples"])
@@ -184,7 +184,7 @@ def _evaluation_engine(
 
 
 class EvaluationHistory:
-    """The results of the evaluations so far, which are in the workspace's metrics.
+    """The results of the evaluations so far, read from the workspace's metrics.
 
     Attributes:
         figure: the metric of the best checkpoint.
@@ -203,7 +203,7 @@ class EvaluationHistory:
         self.latest = {self.figure.removeprefix(EVAL_PREFIX): evaluations[-1][1].mean} if evaluations else {}
 
     def observe(self, step: int) -> bool:
-        """Log an evaluation that has been recorded, and the gap to training at the first step that has it.
+        """Log the recorded evaluation of `step`, and a warning when a gap to training appears.
 
         Returns:
             whether `stop_after` ends the stage.
@@ -231,10 +231,11 @@ class EvaluationHistory:
         return True
 
     def summary(self, steps: int, planned: int) -> dict[str, Any]:
-        """Return the curve with training beside it, the change since the start, and warnings.
+        """Return the curves of evaluation and training, the change since the start, and warnings.
 
         Args:
-            planned: the steps of a run that is not stopped.
+            steps: the steps of this run.
+            planned: the steps of the spec, more than `steps` if the run was stopped early.
         """
         lines, values = self._workspace.metrics(), self._workspace.evaluations()
         changes: dict[str, Any] = {}

@@ -110,7 +110,7 @@ class EvaluatedSpec(TrainingSpec):
     eval: EvaluationSettings | None = Field(
         None, description="evaluate on held-out tasks during training; {} uses the defaults"
     )
-    data_figures: ClassVar[tuple[str, ...]] = ()  # that the stage measures on held-out data
+    data_figures: ClassVar[tuple[str, ...]] = ()  # names of the metrics of held-out data, such as "loss"
 
     @model_validator(mode="after")
     def _check_best(self) -> EvaluatedSpec:
@@ -155,8 +155,8 @@ class EvaluatedSpec(TrainingSpec):
             known = ", ".join(measured)
             needed = "eval.tasks, or validation for held-out data" if self.data_figures else "eval.tasks"
             raise RequestError(
-                f"the best checkpoint is chosen by {figure}, and "
-                + (f"the evaluations measure {known}" if known else "nothing is held out"),
+                f"the best checkpoint is chosen by {figure}, but "
+                + (f"the evaluations measure only {known}" if known else "nothing is held out"),
                 where=f"stages.{job.stage}.eval",
                 remedy="set eval.best to one of these" if known else f"set {needed}",
             )

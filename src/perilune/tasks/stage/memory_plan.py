@@ -45,7 +45,7 @@ MAX_SLOTS = 256  # samples in flight
 MAX_CACHE_BYTES = {"cpu": 4 << 30, "cuda": 32 << 30}  # keys and values of the samples in flight
 OTHER_PROCESSES = "rollout processes"  # part of a plan: memory outside the stage's own process
 WEIGHTS_COPY = "sent weights"  # part of a plan: a copy of the weights sent to rollout processes
-ASSUMED_PROMPT_TOKENS = 256  # the plan doesn't read the tasks
+ASSUMED_PROMPT_TOKENS = 256  # tokens of a prompt in the plan, which does not read the tasks
 LENGTH_RATIO = {"cpu": 1, "cuda": 4}  # the longest answer divided by the expected one
 
 
@@ -108,19 +108,19 @@ class CacheSettings:
         return 2 if self.kind == "cuda" and self.precision == "bfloat16" else 4
 
 
-def max_slots(config: DecoderConfig, max_tokens: int, room: CacheSettings) -> int:
-    """Return the most samples in flight: as many of the expected length as fit.
+def max_slots(config: DecoderConfig, max_tokens: int, cache: CacheSettings) -> int:
+    """Return the most samples in flight: as many samples of the expected length as fit in the cache.
 
-    On a CPU the expected length is the longest. On a GPU it is a quarter of it; when longer samples fill the
-    cache, the latest ones wait and are computed again. The number depends on the recipe and not on the free
-    memory, so that a run can be repeated.
+    On a CPU the expected length is the longest one. On a GPU it is a quarter of the longest; when longer
+    samples fill the cache, the latest samples wait and are computed again. The number depends on the recipe
+    and not on the free memory, so that a run can be repeated.
     """
-    length = _sample_tokens(config, max_tokens // LENGTH_RATIO[room.kind])
+    length = _sample_tokens(config, max_tokens // LENGTH_RATIO[cache.kind])
 
     def needed(count: int) -> int:
-        return cache_bytes(config, count, length, room.item_bytes)
+        return cache_bytes(config, count, length, cache.item_bytes)
 
-    return max(1, bisect_right(range(1, MAX_SLOTS + 1), room.bytes, key=needed))
+    return max(1, bisect_right(range(1, MAX_SLOTS + 1), cache.bytes, key=needed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,23 +155,24 @@ class EngineSize(TypedDict):
 
 
 def engine_size(
-    config: DecoderConfig, max_tokens: int, room: CacheSettings, samples: int | None = None
+    config: DecoderConfig, max_tokens: int, cache: CacheSettings, samples: int | None = None
 ) -> EngineSize:
-    """Return the engine size for samples of the planned length, with room for one of full length if possible.
+    """Return the engine size for samples of the planned length.
 
-    A prompt longer than planned leaves less room for other samples.
+    If possible, the cache also has room for one sample that fills all positions of the model. A prompt longer
+    than planned leaves less room for other samples.
 
     Args:
         samples: most samples that the stage has at a time; None if unknown.
     """
-    slots = min(max_slots(config, max_tokens, room), samples or MAX_SLOTS)
+    slots = min(max_slots(config, max_tokens, cache), samples or MAX_SLOTS)
     blocks = -(-_sample_tokens(config, max_tokens) // BLOCK)
     wanted = max(slots * blocks, -(-config.max_position_embeddings // BLOCK))
 
     def needed(count: int) -> int:
-        return blocks_bytes(config, 1 + count, slots, room.item_bytes)
+        return blocks_bytes(config, 1 + count, slots, cache.item_bytes)
 
-    fitting = BLOCK * bisect_right(range(1, 1 + wanted), room.bytes, key=needed)
+    fitting = BLOCK * bisect_right(range(1, 1 + wanted), cache.bytes, key=needed)
     full = min(config.max_position_embeddings, fitting)
     return EngineSize(
         slots=slots, cache_tokens=max(min(slots * blocks * BLOCK, max(fitting, blocks * BLOCK)), full)
@@ -201,8 +202,8 @@ def make_engine(
     from perilune.engine.engine import Engine
     from perilune.engine.select_runner import fastest_runner
 
-    room = CacheSettings(next(decoder.parameters()).device.type, decoder.precision)
-    size = engine_size(decoder.config, max_tokens, room, samples)
+    cache = CacheSettings(next(decoder.parameters()).device.type, decoder.precision)
+    size = engine_size(decoder.config, max_tokens, cache, samples)
     engine = Engine(decoder, tokenizer=tokenizer, runner=backend or fastest_runner, **size)
     if record_routes:
         engine.record_routes()
@@ -228,6 +229,7 @@ def plan_stage_memory(
         samples: answers sampled together; 0 for a stage that doesn't sample.
         token_budget: tokens of a forward pass in training; 0 for a stage that doesn't train.
         reference: whether a frozen copy of the policy is kept.
+        learner: the settings of a stage that trains; None for one that only samples.
         cache: the device of the stage, and the precision of its products.
 
     Raises:
@@ -259,25 +261,28 @@ def plan_stage_memory(
 
 
 def _add_gpu_engine(
-    plan: MemoryPlan, config: DecoderConfig, max_tokens: int, room: CacheSettings, slots: int
+    plan: MemoryPlan, config: DecoderConfig, max_tokens: int, cache: CacheSettings, slots: int
 ) -> MemoryPlan:
-    """Return the plan with a GPU's engine: a preallocated cache, and matrices in the precision of products.
+    """Return the plan with the engine on a GPU: the whole cache, and matrices in the precision of products.
 
-    On a CPU, untouched pages of the cache take no memory.
+    On a GPU the cache is preallocated. On a CPU, its untouched pages take no memory.
     """
-    blocks = 1 + engine_size(config, max_tokens, room, slots)["cache_tokens"] // BLOCK
-    persistent = {**plan.persistent, "cache": blocks_bytes(config, blocks, slots, room.item_bytes)}
-    if room.precision == "bfloat16":
+    blocks = 1 + engine_size(config, max_tokens, cache, slots)["cache_tokens"] // BLOCK
+    persistent = {**plan.persistent, "cache": blocks_bytes(config, blocks, slots, cache.item_bytes)}
+    if cache.precision == "bfloat16":
         card = get_model_card(config)
-        head = room.item_bytes * card.table_parameters if card.tied else 0
+        head = cache.item_bytes * card.table_parameters if card.tied else 0
         persistent["engine"] = base_bytes(config, "bfloat16") + head
     return replace(plan, persistent=persistent)
 
 
 def sampling_plan(samples: int) -> Callable[[DecoderConfig, int, str], StageMemory]:
-    """Return the memory plan of a stage that only samples, at most `samples` answers at a time.
+    """Return a function that plans the memory of a stage that only samples.
 
-    The plan is a function of the model, the tokens of the longest episode, and the device.
+    The function takes the model's configuration, the tokens of the longest episode, and the type of device.
+
+    Args:
+        samples: most answers that the stage samples at a time.
     """
 
     def plan(config: DecoderConfig, longest: int, device: str) -> StageMemory:
@@ -321,15 +326,14 @@ def require_prompt_room(config: DecoderConfig, max_tokens: int) -> None:
             f"{max_tokens} is too many: the model has {config.max_position_embeddings} positions for prompt"
             " and answer together",
             where="max_tokens",
-            remedy="lower max_tokens",
+            remedy=f"lower it below {config.max_position_embeddings}, and leave room for the prompt",
         )
 
 
 def memory_figures(plan: MemoryPlan, device: torch.device) -> dict[str, int]:
-    """Return the planned and the peak bytes, of resident memory or of the GPU.
+    """Return the planned and the peak bytes of this process: of GPU memory on a GPU, else of resident memory.
 
-    Both are of this process alone. The peak depends on the machine and its load, so comparisons of runs
-    ignore it.
+    The peak depends on the machine and its load, so comparisons of runs ignore it.
     """
     planned = plan.total - plan.persistent.get(OTHER_PROCESSES, 0)
     if device.type == "cuda":

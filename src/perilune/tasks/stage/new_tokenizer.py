@@ -1,4 +1,4 @@
-"""The tokenizer of a model that a stage makes: `bpe` is trained on the data of that stage."""
+"""The tokenizer of a model that a stage makes. The tokenizer `bpe` is trained on the data of the stage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from perilune.models.text.tokenizer import Tokenizer
 
 BPE = "bpe"
-MODEL = "model"  # value of a key that takes the model of the recipe
+MODEL = "model"  # value of `checkpoint` or `teacher` that stands for the recipe's model
 
 
 def is_trained(model: Mapping[str, Any]) -> bool:
@@ -25,7 +25,7 @@ def new_tokenizer(model: Mapping[str, Any], data: Path | None) -> Tokenizer:
     """Return the tokenizer of a new model.
 
     Args:
-        data: rows that `bpe` is trained on.
+        data: file with the rows that `bpe` is trained on.
 
     Raises:
         RequestError: when `bpe` has no data, or a row cannot be read.
@@ -39,10 +39,10 @@ def new_tokenizer(model: Mapping[str, Any], data: Path | None) -> Tokenizer:
 
 
 def require_data(job: Job) -> None:
-    """Refuse a stage that starts from the recipe's model without data to train its tokenizer on.
+    """Check that a stage that makes the recipe's model has data to train its tokenizer on.
 
     Raises:
-        RequestError: when `tokenizer: bpe` has no data there.
+        RequestError: when the model has `tokenizer: bpe`, and the stage has no data.
     """
     starts = MODEL in (job.spec.get("checkpoint"), job.spec.get("teacher")) or job.task == "new_model"
     if is_trained(job.model) and starts and not job.spec.get("data"):

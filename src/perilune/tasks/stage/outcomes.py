@@ -27,7 +27,12 @@ def evaluation_summary(
     """Return the summary of an evaluation, without times.
 
     Episodes whose verifier failed count neither as right nor as wrong. Tasks without a scored answer are
-    counted apart, and tasks with fewer than k scored answers are left out of pass@k.
+    counted separately, and tasks with fewer than k scored answers are left out of pass@k.
+
+    Args:
+        groups: the sampled episodes, one group for each task.
+        greedy: the episodes sampled at temperature 0; may be empty.
+        seed: of the resampling for intervals.
 
     Raises:
         WorkFailedError: when no answer was scored.
@@ -61,7 +66,7 @@ def evaluation_summary(
 
 
 def environment_figures(weighted: Sequence[WeightedGroup]) -> dict[str, float]:
-    """Return `environment/PART/...` for each part of a mixture: reward, pass rate, groups, dead share.
+    """Return `environment/PART/...` for each part of a mixture: reward, pass rate, groups, and dead groups.
 
     Empty without a mixture. A part whose episodes all failed has no reward and no pass rate.
     """
@@ -133,10 +138,10 @@ def strategy_figures(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]
 
 
 def _pass_at_k_figures(counts: Sequence[tuple[int, int]], seed: int) -> dict[str, dict[str, float]]:
-    """Return pass@k with its interval, for each k that enough tasks have samples for.
+    """Return pass@k with its interval, for each k for which enough tasks have k scored answers.
 
     Args:
-        counts: scored and right answers of each task.
+        counts: the numbers of scored and of right answers of each task.
     """
     passes = {}
     for k in (1, 2, 4, 8, 16, 32, 64, 128, 256):
@@ -165,6 +170,7 @@ def _live_share(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
 
 
 def _count_correct(group: Sequence[Episode]) -> tuple[int, int]:
+    """Return the numbers of scored and of right answers."""
     judged = [episode for episode in group if not episode.failure]
     return len(judged), sum(is_correct(episode) for episode in judged)
 

@@ -51,7 +51,8 @@ def prepare_device(workspace: Workspace) -> torch.device:
     kind: str = resources.device
     if kind == "cuda" and not torch.cuda.is_available():
         raise RequestError(
-            "the recipe requests device cuda, and this machine has none", remedy="perilune doctor"
+            "the recipe requests device cuda, and this machine has none",
+            remedy="run `perilune doctor` to see why, or set resources.device: cpu",
         )
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -63,7 +64,7 @@ def prepare_device(workspace: Workspace) -> torch.device:
     if kind == "cpu" and (kernels := native()).library is None:
         workspace.log(missing_kernels_message(kernels.reason))
         workspace.event("kernels_missing", reason=kernels.reason)
-    if kind == "cuda" and "LOCAL_RANK" in os.environ:  # one device for each process
+    if kind == "cuda" and "LOCAL_RANK" in os.environ:  # each process has its own device
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         return device
@@ -73,7 +74,11 @@ def prepare_device(workspace: Workspace) -> torch.device:
 def join_ranks(workspace: Workspace, device: torch.device, decoder: Decoder) -> Ranks:
     """Join the process group of the stage, if it runs in several processes.
 
-    By default, processes on GPUs shard what can be sharded: not an adapter, and not a mixture of experts.
+    By default, processes on GPUs shard the trained parameters, except for an adapter or a mixture of experts.
+
+    Raises:
+        RequestError: when the installed torch cannot shard.
+        ProcessLostError: when the other processes do not connect.
     """
     sharded = workspace.job.resources.sharded
     if sharded is None and (adapter_pairs(decoder) or decoder.config.experts is not None):
@@ -94,10 +99,11 @@ def load_policy(
     *,
     sampling_only: bool = False,
 ) -> Policy:
-    """Load the stage's checkpoint, or the recipe's model if it has none.
+    """Load the stage's checkpoint, or the recipe's model if the stage has no checkpoint.
 
     Args:
-        sampling_only: whether only an engine uses the weights.
+        settings: training settings, for a policy that is trained.
+        sampling_only: whether only an engine uses the weights, which can then stay on disk.
     """
     base: BaseKind = settings.lora.base if settings and settings.lora else "float32"
     if workspace.has_input("checkpoint") and sampling_only:
@@ -142,7 +148,7 @@ def load_recipe_model(workspace: Workspace, device: torch.device, base: BaseKind
         decoder = new_model(model["preset"], tokenizer, workspace.job.seed).to(device)
         convert_base(decoder, base)
     tokenizer = with_recipe_template(tokenizer, model)
-    # A base model may end with another token than its tokenizer, which ends every answer in training.
+    # A base model's configuration may lack the tokenizer's end token, which ends all answers in training.
     ends = dict.fromkeys((*decoder.config.eos_token_ids, tokenizer.eos_token_id))
     decoder.config = decoder.config.replace(eos_token_ids=tuple(ends))
     return Policy(decoder, tokenizer)
@@ -152,7 +158,8 @@ def heldout_tasks(environment: Environment, count: int, seed: int) -> list[Task]
     """Return the first `count` held-out tasks, which depend on the environment and the seed alone.
 
     Raises:
-        RequestError: when the environment has fewer. Repeating tasks would make intervals too narrow.
+        RequestError: when the environment has fewer. Tasks are not repeated, because intervals would then be
+            too narrow.
     """
     tasks = list(islice(environment.tasks("heldout", seed), count))
     if len(tasks) < count:

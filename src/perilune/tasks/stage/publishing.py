@@ -29,7 +29,7 @@ class Publisher:
     """Copies the learner's weights to the engine and records every version.
 
     Args:
-        learner: in its state before the first step of this attempt.
+        learner: must not have trained yet in this attempt.
         reference: the policy before training, if the stage uses it.
 
     Raises:
@@ -58,7 +58,7 @@ class Publisher:
             raise WorkFailedError(message, where="reference", remedy=REPORT_BUG)
 
     def accept_reference(self) -> None:
-        """Expect the reference's current weights from now on, because the stage moved it."""
+        """Expect the reference's current weights from now on, because the stage has changed them."""
         assert self._reference is not None
         self._expected = checksum(self._reference.state_dict())
 
@@ -117,6 +117,7 @@ class Publisher:
         return groups
 
     def _probe_gaps(self, decoder: Decoder) -> NDArray[np.float64]:
+        """Return the log-probs of fixed tokens by `decoder`, minus those by the engine, in nats."""
         head, rest = self._probe[:1], self._probe[1:]
         (from_engine,) = self._engine.score([head.tolist()], [rest.tolist()])
         from_decoder = plain_logprobs(decoder, self._probe, len(rest))
@@ -143,13 +144,16 @@ def plain_scores(  # noqa: PLR0917
     routing: Routing | None = None,
     whole: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return float32[count] log-probs of the last `count` of int64[T] tokens, and float32[whole, V] of all.
+    """Return log-probs of the last `count` of int64[T] tokens, and of the vocabulary at the first of them.
 
     A plain computation for checks: one sequence, without packing, row selection or the log-prob kernels. It
-    shares the decoder's layers with the code that it checks. Logits are computed for some rows at a time.
+    shares the decoder's layers with the code that it checks.
 
     Args:
-        whole: number of the first distributions to return; at most `count` and `_LOGIT_ROWS`.
+        whole: number of tokens for which to return the distribution; at most `count` and `_LOGIT_ROWS`.
+
+    Returns:
+        float32[count], and float32[whole, V].
     """
     device = next(decoder.parameters()).device
     tokens = torch.as_tensor(np.asarray(ids, np.int64), device=device)

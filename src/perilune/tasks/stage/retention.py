@@ -44,7 +44,7 @@ def _check_only_newest(keep: Keep) -> Keep:
 
 
 KeepNewest = Annotated[Keep, AfterValidator(_check_only_newest)]
-"""Of a stage without evaluations, whose output no other stage trains further."""
+"""Type of `keep` in a stage without evaluations, whose output no other stage trains further."""
 
 
 class TrainingSpec(ModelDefaults):
@@ -86,7 +86,7 @@ def prune_checkpoints(workspace: Workspace, spec: TrainingSpec, *, saved_elsewhe
     """Remove the checkpoints of steps that the spec doesn't keep.
 
     Args:
-        saved_elsewhere: newest checkpoints outside the directories of steps.
+        saved_elsewhere: number of kept checkpoints that are newer than those of steps, such as the final one.
     """
     steps = saved_steps(workspace)
     newest = steps[max(0, len(steps) - max(0, spec.keep.last - saved_elsewhere)) :]
@@ -105,7 +105,8 @@ def best_metric(workspace: Workspace, spec: TrainingSpec) -> str | None:
 def metric_at(workspace: Workspace, spec: TrainingSpec, step: int) -> Interval | None:
     """Return the evaluation's metric at a checkpoint, or without `eval` the mean of `keep.best`.
 
-    The mean is over the last `save_every` steps, its interval from resampling them. None without the metric.
+    The mean is over the `save_every` steps before the checkpoint, with an interval over resampled steps. None
+    without the metric.
     """
     figure = best_metric(workspace, spec)
     if figure is not None and spec.keep.best is None:
@@ -132,7 +133,7 @@ def check_best_metric(workspace: Workspace, name: str) -> None:
     """Check that a step of the stage has the metric `keep.best`.
 
     Raises:
-        RequestError: without one.
+        RequestError: when no step has the metric.
     """
     names = {key for line in workspace.metrics() for key in line} - {"step"}
     if name not in names:
@@ -142,9 +143,15 @@ def check_best_metric(workspace: Workspace, name: str) -> None:
 
 
 def best_summary(workspace: Workspace, spec: TrainingSpec, steps: int) -> dict[str, Any]:
-    """Return `best`: the metric, its intervals at the best and the last step; empty without `best_metric`.
+    """Return `best`: the metric, with its intervals at the best and the last step.
 
-    When the intervals overlap, the best checkpoint may be no better than the last.
+    If the intervals overlap, the best checkpoint may be no better than the last.
+
+    Args:
+        steps: the last step.
+
+    Returns:
+        empty without `best_metric`.
     """
     figure = best_metric(workspace, spec)
     if figure is None:
@@ -173,7 +180,8 @@ def outputs_best(spec: TrainingSpec) -> bool:
 def describe_retention(spec: TrainingSpec, memory: MemoryPlan) -> str:
     """Return the line of a stage's plan about checkpoints: which it keeps, and the most disk space they take.
 
-    A checkpoint holds the weights and AdamW's two moments. One more exists while it is written.
+    A checkpoint holds the weights and AdamW's two moments. While a checkpoint is written, it exists in
+    addition to the kept ones.
     """
     size = memory.persistent.get("weights", 0) + memory.persistent.get("moments", 0)
     kept = f"the newest {spec.keep.last}" if spec.keep.last > 1 else "the newest"
@@ -184,7 +192,7 @@ def describe_retention(spec: TrainingSpec, memory: MemoryPlan) -> str:
 
 
 def checkpoint_bytes(workspace: Workspace, exclude: Path | None = None) -> int:
-    """Return the bytes of all checkpoints on disk, without the directory `exclude`."""
+    """Return the size in bytes of all checkpoints on disk, without the directory `exclude`."""
     return sum(
         path.stat().st_size
         for path in workspace.checkpoints.rglob("*")

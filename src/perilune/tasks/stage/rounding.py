@@ -3,7 +3,7 @@
 from perilune.metrics.rounding import ROUNDING, Rounding
 from perilune.models.decoder import Decoder
 
-_MIN_PLAIN_BOUND = 1e-3  # least bound for a comparison with `plain_logprobs`, which sums in another order
+_MIN_PLAIN_BOUND = 1e-3  # nats; least bound for a comparison with `plain_logprobs`, which sums differently
 
 
 def rounding_of(decoder: Decoder) -> Rounding:
@@ -14,11 +14,11 @@ def rounding_of(decoder: Decoder) -> Rounding:
 
 
 def is_exact(decoder: Decoder) -> bool:
-    """Return whether engine and learner give the same bits: on a CPU."""
+    """Return whether the decoder is on a CPU, where float32 log-probs of engine and learner are identical."""
     return next(decoder.parameters()).device.type == "cpu"
 
 
 def plain_rounding(decoder: Decoder) -> Rounding:
-    """Return `rounding_of`, with the bound that a comparison with `plain_logprobs` needs."""
+    """Return `rounding_of`, but at least the bound that a comparison with `plain_logprobs` needs."""
     rounding = rounding_of(decoder)
     return rounding if rounding.largest >= _MIN_PLAIN_BOUND else Rounding(_MIN_PLAIN_BOUND)

@@ -1,4 +1,4 @@
-"""Sampling settings, and the backend of a stage that may sample from a server instead of our engine."""
+"""Sampling settings, and the backend of a stage that may sample from a server."""
 
 from __future__ import annotations
 
@@ -117,14 +117,14 @@ class TrainedServerSpec(ServerSpec):
 
     @property
     def rounding(self) -> Rounding:
-        """The bounds on these differences: those of a GPU, because another program computes."""
+        """The bounds on the gap to the learner: those of a GPU, because another program computes."""
         from perilune.metrics.rounding import ROUNDING
 
         return ROUNDING[self.precision, "cuda"]
 
 
 def _default_to_server(value: Any) -> Any:
-    """Name a section without a name `server`."""
+    """Add `name: server` to a section without a name."""
     return {"name": "server", **value} if isinstance(value, dict) else value
 
 
@@ -154,7 +154,11 @@ class Sampler:
 
 
 def check_server_temperature(engine: ServerSpec | OpenVinoSpec | None, temperature: float) -> None:
-    """Raise ValueError, which pydantic reports, for a temperature that servers refuse in each request."""
+    """Check that a server accepts the temperature.
+
+    Raises:
+        ValueError: when it does not; pydantic reports the error.
+    """
     if isinstance(engine, ServerSpec) and temperature > MAX_SERVER_TEMPERATURE:
         raise ValueError(
             f"temperature is {temperature:g}, and servers accept at most {MAX_SERVER_TEMPERATURE:g}."
@@ -199,7 +203,7 @@ def open_server(spec: ServerSpec, workspace: Workspace) -> RemoteEngine:
 
 
 def remote_sampler(engine: RemoteEngine, workspace: Workspace) -> Sampler:
-    """Return the server with the checkpoint's tokenizer; reads no weights."""
+    """Return the server's engine with the tokenizer of the stage's checkpoint; reads no weights."""
     from perilune.models.checkpoints.folder import CheckpointFolder
     from perilune.models.text.template_facts import with_recipe_template
     from perilune.models.text.tokenizer import Tokenizer

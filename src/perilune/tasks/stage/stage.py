@@ -34,7 +34,10 @@ class Stage(ABC, Generic[Spec]):
     light: only the loop imports torch.
 
     Attributes:
+        name: the value of `task` in a recipe.
         loop: the module whose `run(workspace, spec)` runs the stage and returns its summary.
+        produces: the kind of output, which other stages can consume.
+        output: path of the output in the bundle.
         parallel: several processes may run the stage together.
         standalone: the stage needs neither the recipe's model nor its environment.
         needs_environment: the stage cannot run without the recipe's environment.
@@ -50,7 +53,7 @@ class Stage(ABC, Generic[Spec]):
     needs_environment: bool = True
 
     def plan(self, job: Job) -> Mapping[str, object]:
-        """Validate the spec and describe the work: name to printable value.
+        """Validate the spec and return the plan: printable values by name.
 
         Raises:
             RequestError: when the settings contradict each other or the job's model or environment.
@@ -75,14 +78,20 @@ class Stage(ABC, Generic[Spec]):
 
     @abstractmethod
     def describe(self, spec: Spec, job: Job) -> Mapping[str, object]:
-        """Plan the stage: name to printable value."""
+        """Return the plan of the stage: printable values by name."""
 
     def execute(self, spec: Spec, workspace: Workspace) -> dict[str, Any]:
         return cast(dict[str, Any], import_module(self.loop).run(workspace, spec))
 
 
 def _check_sharding(settings: LearnerSettings, job: Job) -> None:
-    """Refuse a sharding that the job requests and that is impossible. The machine runs this torch too."""
+    """Check that sharding is possible if the job requests it or gets it by default.
+
+    The run uses the same version of torch as this process.
+
+    Raises:
+        RequestError: when the model or the installed torch cannot be sharded.
+    """
     resources, adapter = job.resources, settings.lora is not None
     if resources.sharded:
         check_can_shard(adapter=adapter, experts=_has_experts(job))
@@ -102,7 +111,7 @@ def read_spec(kind: type[Spec], job: Job) -> Spec:
 
 
 def use_bundled_model(workspace: Workspace) -> Job:
-    """Return the job with its model's path in the bundle: the recipe's weights, or a stage's checkpoint.
+    """Return the job with the model's path in the bundle: the recipe's weights, or the stage's checkpoint.
 
     The path in the recipe exists only on the machine that submitted the run.
     """

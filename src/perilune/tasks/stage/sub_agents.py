@@ -15,10 +15,10 @@ CHECKPOINT_FIELD = "sub_agent_checkpoint"
 def open_sub_agents(
     workspace: Workspace, policy: Policy, device: torch.device, longest: int, *, trained: bool = False
 ) -> SubAgents:
-    """Return an engine with the weights of `sub_agent_checkpoint`; the policy's own if the stage names none.
+    """Return an engine with the weights of `sub_agent_checkpoint`, or no engine if the stage names none.
 
     Args:
-        device: of the policy. Its parameters do not tell it while they are on disk.
+        device: the policy's device, which its parameters do not show while they are on disk.
         longest: most tokens of an episode after its prompt.
         trained: see `SubAgents`.
 

@@ -1,4 +1,4 @@
-"""The training loop of every stage: it resumes, times, records, saves and finishes around `step`."""
+"""The training loop of every stage: it calls `step`, and resumes, times, evaluates, records and saves."""
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -78,8 +78,8 @@ class TrainingLoop:
 
     Args:
         policy: the policy that is trained, for evaluations.
-        rollouts: the stage's worker, whose engine evaluations use; by default they make one.
-        held_out: measures what the stage holds out of its data.
+        rollouts: the stage's worker, whose engine evaluations use; if it is None, they make an engine.
+        held_out: measures the data that the stage holds out; None if it holds out none.
 
     Attributes:
         completed_steps: number of steps that earlier attempts completed.
@@ -115,6 +115,7 @@ class TrainingLoop:
         Args:
             step: runs one step, given the number of completed steps and a new stopwatch; returns None to end
                 the loop early.
+            before_save: called before each checkpoint.
 
         Raises:
             WorkFailedError: the failure that a step reports.
@@ -165,7 +166,7 @@ class TrainingLoop:
     def _save_when_due(self, step: int) -> None:
         """Write a checkpoint after every `save_every` steps and every best evaluation, and prune older ones.
 
-        The final checkpoint replaces that of the last step.
+        After the last step, `finish` writes the final checkpoint instead.
         """
         workspace, spec = self._workspace, self._spec
         is_due = step > 0 and step % spec.save_every == 0
@@ -190,9 +191,12 @@ class TrainingLoop:
     ) -> dict[str, Any]:
         """Write the final checkpoint in Hugging Face format, and the best one; do not train afterwards.
 
-        The learner's state stays with the final weights until the stage's summary is written, so that a
-        killed attempt can resume there; `keep.optimizer` keeps it permanently. To write the best checkpoint,
-        the learner and the policy load it.
+        The learner's state stays beside the final weights until the stage's summary is written, so that a
+        killed attempt can resume there; `keep.optimizer` keeps it permanently. After the best checkpoint is
+        written, the learner and the policy have its weights.
+
+        Args:
+            write: writes the final weights.
 
         Returns:
             the first entries of a training summary; only "seconds" in processes other than the first.
@@ -204,7 +208,7 @@ class TrainingLoop:
         return finished | self._measure_forgetting(policy) | {"seconds": self._watch.elapsed}
 
     def _measure_forgetting(self, policy: Policy) -> dict[str, Any]:
-        """Return the forgetting, if the recipe measures it. A failed measurement does not fail the stage."""
+        """Measure forgetting if the recipe asks for it. A failed measurement does not fail the stage."""
         workspace = self._workspace
         settings = getattr(self._spec, "forgetting", False)
         start = workspace.starting_checkpoint()
@@ -259,6 +263,7 @@ def write_final_checkpoint(
     """Write the final checkpoint and the learner's state beside it, unless an earlier attempt did.
 
     Args:
+        steps: the steps of the spec, which the learner's state records.
         write: writes the weights to a new directory.
     """
     if (workspace.checkpoints / FINAL).exists():
@@ -352,7 +357,11 @@ def mean_first_and_last(lines: Sequence[Mapping[str, Any]], names: Sequence[str]
 
 
 def _restore_optimizer(workspace: Workspace, learner: Learner) -> None:
-    """Load the second moments from the optimizer state of the stage's checkpoint."""
+    """Load the second moments from the optimizer state of the stage's checkpoint.
+
+    Raises:
+        RequestError: when the checkpoint has no optimizer state, or that of other parameters.
+    """
     state = workspace.input("checkpoint") / OPTIMIZER if workspace.has_input("checkpoint") else None
     if state is None or not state.is_dir():
         raise missing_optimizer_error()

@@ -11,7 +11,7 @@ from perilune.tasks.checks.epochs import EpochChecker
 
 
 class TrainingTasks:
-    """Batches of tasks of the training split.
+    """Supplies batches of tasks of the training split.
 
     The first epoch has the environment's order. Later epochs have an order drawn from (seed, epoch), so a
     resumed run continues with the same tasks. A batch may span two epochs.
