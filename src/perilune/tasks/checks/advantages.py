@@ -1,8 +1,8 @@
 """The advantage check: the token weights of an episode must follow from its own reward.
 
 Three properties hold for every algorithm. The weights of an episode do not depend on its place in the group.
-If the algorithm compares within groups, they do not depend on other groups. A reward never makes its answer
-less likely.
+If the algorithm compares the answers of a group, they do not depend on other groups. A higher reward never
+makes an answer less likely.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ Weights = dict[str, NDArray[np.float32]]
 
 
 def check_advantages(twin: Twin) -> None:
-    """Compare the token weights of a few groups with those after changes to the groups.
+    """Compare the token weights of the twin's groups before and after changes to the groups.
 
     Raises:
         WorkFailedError: when a property does not hold.

@@ -1,8 +1,8 @@
-"""Warns when almost no answer has the form that the environment scores: then there is nothing to learn from.
+"""Warns when almost no answer has the form that the environment scores, so there is nothing to learn from.
 
-A pretrained model that is not told in which form to answer, or does not know that form, is scored 0 whatever
-it answers. The share of answers with the form comes from the reward term `format` (of the `prompting`
-section), or else from the environment's own term `well_formed`.
+A pretrained model that is not told in which form to answer, or does not know the form, always gets the score
+0. The share of answers with the form comes from the reward term `format` (of the `prompting` section), or
+else from the environment's own term `well_formed`.
 """
 
 import math
@@ -23,7 +23,7 @@ JUDGED_STEPS = 3  # RL steps after which the share is judged
 
 
 def form_share(episodes: Sequence[Episode]) -> float | None:
-    """Return the share of scored answers with the form; None if no reward term says so."""
+    """Return the share of scored answers with the form; None if no reward term measures it."""
     for name in FORM_TERMS:
         if values := [episode.reward_terms[name] for episode in episodes if name in episode.reward_terms]:
             return fmean(values)
@@ -52,10 +52,10 @@ def rare_form_warning(share: float | None, truncated: float, job: Job) -> str:
 
 
 class FormWatch:
-    """Judges the first steps of a training run.
+    """Checks the share of answers with the form in the first `JUDGED_STEPS` steps of a run.
 
     Attributes:
-        warning: the warning, empty if there is none (yet).
+        warning: the warning; empty before it is known, or if there is none.
     """
 
     def __init__(self, workspace: Workspace) -> None:
@@ -65,7 +65,7 @@ class FormWatch:
         self._truncated: list[float] = []
 
     def observe(self, line: Mapping[str, Any]) -> str:
-        """Add the metrics of a step; return the warning at the step at which it is known, or ""."""
+        """Add the metrics of a step; return the warning after the last of the checked steps, else ""."""
         share = next((line[key] for name in FORM_TERMS if (key := f"term/{name}") in line), None)
         if share is None or len(self._shares) == JUDGED_STEPS:
             return ""

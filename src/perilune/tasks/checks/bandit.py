@@ -20,8 +20,8 @@ from perilune.tasks.rl.update import PolicyUpdater
 from perilune.tasks.stage.publishing import plain_scores
 
 MAX_STEPS = 40  # most training steps
-SOLVED_PROBABILITY = 0.4  # probability of the rewarded arm that counts as solved; it starts at about 0.1
-_MAX_KL = 0.05  # largest KL coefficient: a larger one keeps the policy where it was
+SOLVED_PROBABILITY = 0.4  # of the rewarded arm, above which the bandit counts as solved; about 0.1 at first
+_MAX_KL = 0.05  # largest KL coefficient: a larger one would keep the policy from changing
 _ARMS = range(2, 10)
 _REWARDED = 5
 _PROMPT = (1, 0)
@@ -30,8 +30,9 @@ _PROMPT = (1, 0)
 def solve_bandit(spec: RLSpec, device: torch.device) -> str:
     """Train on the bandit with a run's settings, and return the result as a sentence.
 
-    Sizes and learning rate are the bandit's own. Algorithm, temperature, corrections, KL, optimizer and the
-    number of updates are the run's. The run's random numbers are not affected.
+    The bandit has its own sizes and learning rate, and limits the KL. Algorithm, temperature, off-policy
+    corrections, optimizer and the number of updates are those of the run. The run's random numbers are not
+    affected.
 
     Raises:
         WorkFailedError: when the rewarded arm does not become likely.
@@ -84,7 +85,7 @@ def _decoder(device: torch.device) -> Decoder:
 
 
 def _sample(engine: Engine, spec: RLSpec, step: int) -> Groups:
-    """Return the groups of answers; every arm is a token that ends its answer."""
+    """Return the groups of answers. Every arm is a token that ends the answer."""
     params = SamplingParams(spec.max_tokens, spec.temperature, tuple(_ARMS))
     reward = float(getattr(spec.algorithm, "passes_at", 1.0))
     prompts = [Prompt([*_PROMPT], (0, step, index)) for index in range(spec.prompts)]
@@ -94,7 +95,7 @@ def _sample(engine: Engine, spec: RLSpec, step: int) -> Groups:
     ]
 
 
-def _episode(one: Completion, name: str, reward: float) -> Episode:
+def _episode(answer: Completion, name: str, reward: float) -> Episode:
     return Episode(
         episode_id=name,
         group_id=name.rpartition("/")[0],
@@ -103,8 +104,8 @@ def _episode(one: Completion, name: str, reward: float) -> Episode:
         seed=0,
         messages=(),
         prompt_ids=np.array(_PROMPT, np.int32),
-        reward=reward * (one.token_ids[-1] == _REWARDED),
-        **sampled_tokens(one),
+        reward=reward * (answer.token_ids[-1] == _REWARDED),
+        **sampled_tokens(answer),
     )
 
 

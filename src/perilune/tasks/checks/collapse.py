@@ -32,8 +32,9 @@ class CollapseWatch:
     """Observes every step of a run, in order.
 
     Attributes:
-        since: step at which it first started.
-        best: best mean reward before the last window.
+        alarm: whether the alarm is on.
+        since: step at which the alarm first started; None before.
+        best: best mean reward over a window before the last window.
     """
 
     def __init__(self) -> None:
@@ -78,7 +79,7 @@ class CollapseWatch:
         return fmean(self._rewards[-WINDOW_STEPS:])
 
     def _max_noise(self) -> float:
-        """Return the largest drop that may be noise."""
+        """Return the largest drop of the mean that counts as noise."""
         dead = fmean(self._dead[-WINDOW_STEPS:])
         errors = (
             MIN_DROP_ERRORS_IF_DEAD

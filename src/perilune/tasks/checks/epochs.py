@@ -9,12 +9,12 @@ from perilune.errors import REPORT_BUG, WorkFailedError
 
 
 class EpochChecker:
-    """Counts the tasks of a run, and compares them with the environment's when one repeats.
+    """Counts the tasks of a run. When a task repeats, compares them with the environment's tasks.
 
     Args:
         seed: the run's seed, which determines the environment's tasks.
-        taken: number of tasks that earlier attempts have used. Repeats of those are noticed only in the next
-            epoch.
+        taken: number of tasks that earlier attempts have used. Repeats of these tasks are noticed only in the
+            next epoch.
     """
 
     def __init__(self, environment: Environment, seed: int, taken: int) -> None:
@@ -57,7 +57,7 @@ class EpochChecker:
                 self._expected.append(task)
 
     def _start_epoch(self) -> None:
-        """Remove the tasks of earlier epochs."""
+        """Forget the tasks of earlier epochs."""
         if self._size and len(self._epoch) > (since := self._place % self._size):
             self._epoch = self._epoch[len(self._epoch) - since :]
             self._seen = Counter(self._epoch)

@@ -15,8 +15,8 @@ from perilune.learn.signals import SignalModels, compute_signals
 from perilune.metrics.overoptimisation import OveroptimisationWatch
 from perilune.models.decoder import Decoder
 
-LARGE_PARAMETERS = 10_000_000  # of a model above which `kl_start` is estimated from a share of the groups
-GROUP_STRIDE = 4  # one group in four: a forward pass over all would take a tenth of a step
+LARGE_PARAMETERS = 10_000_000  # model size above which `kl_start` is estimated from a share of the groups
+GROUP_STRIDE = 4  # one group in four, because a forward pass over all groups would take a tenth of a step
 
 
 class GoldWatch:
@@ -66,7 +66,7 @@ class GoldWatch:
             self._start = self._load_start()
         if sum(parameter.numel() for parameter in self._start.parameters()) > LARGE_PARAMETERS:
             groups = groups[::GROUP_STRIDE]
-        # This policy routes by itself.
+        # The initial policy chooses its own experts.
         unrouted = [[replace(episode, routed_experts=None) for episode in group] for group in groups]
         signals = compute_signals(
             {"logprobs"},
@@ -82,7 +82,7 @@ class GoldWatch:
         self._workspace.log(f"step {step}: {message} (set steps to {step} in the recipe to stop there)")
 
     def summary(self) -> dict[str, Any]:
-        """Return `gold`: the recommended stop, alarm, best step and fitted law; empty without gold."""
+        """Return `gold`: the recommended stop, alarm, best step and fitted law; empty without gold scores."""
         lines = [line for line in self._workspace.step_metrics() if GOLD_METRIC in line]
         if not lines:
             return {}
@@ -114,7 +114,7 @@ def kl_from_start(
     k3 = exp(-x) - 1 + x, where x is the policy's log-prob minus the start's; unbiased and never negative.
 
     Args:
-        start_logprobs: float32[T] by episode id; an episode without sampled tokens has none.
+        start_logprobs: float32[T] of the initial policy by episode id, for episodes with sampled tokens.
     """
     sums = []
     for episode in (episode for episode in episodes if episode.episode_id in start_logprobs):

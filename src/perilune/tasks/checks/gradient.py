@@ -5,8 +5,9 @@ its derivative with respect to them. Central differences in float64 give their d
 in the space of weights, because the decoder's own backward pass is checked too. The chain rule combines both
 into the derivative of the loss along the direction, which the learner's gradient must reproduce.
 
-The sampler has drifted from the policy, and the reference is another policy, so clips, ratios and the KL all
-matter. Products are float32 for every precision of the run: some mistakes are smaller than bfloat16 rounding.
+The batch comes from `Twin`: its sampler has drifted from the policy, and its reference is another policy, so
+clips, ratios and the KL all matter. Products are float32 for every precision of the run, because some
+mistakes are smaller than bfloat16 rounding.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,11 +28,11 @@ from perilune.tasks.checks.twin import Figures, FirstRoutes, Twin, plain_figures
 from perilune.tasks.stage.publishing import RANDOM_LAYER_HINT
 from perilune.tasks.stage.rounding import plain_rounding, rounding_of
 
-DIRECTIONS = 2
+DIRECTIONS = 2  # directions in which derivatives are compared
 DIFFERENCE_STEP = 1e-5  # change of every weight in a central difference
 CPU_TOLERANCE, TOLERANCE = 2e-3, 2e-2  # error of a derivative, relative to the largest derivative
-ABSOLUTE_TOLERANCE = 1e-7  # error of a derivative by rounding
-TOKEN_BUDGET = 12  # small, so that there are several micro-batches
+ABSOLUTE_TOLERANCE = 1e-7  # error of a derivative due to rounding
+TOKEN_BUDGET = 12  # tokens; small, so that there are several micro-batches
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ def check_gradient(twin: Twin) -> None:
 
     Raises:
         WorkFailedError: naming the component, and the mistake or the parameters whose gradient is wrong; when
-            the learner's log-probs are wrong; see also `check_weights` and `check_packed`.
+            the optimizer lacks parameters, or the learner's log-probs are wrong; see also `check_weights` and
+            `check_packed`.
     """
     spec, learner = twin.spec, twin.learner
     missing = [name for name in twin.trained if name not in learner.optimizer.parameters]
@@ -277,7 +279,7 @@ _LABELS = {
 def _known_mistakes(
     name: str, twin: Twin, right: _Tokens, batches: int
 ) -> Iterator[tuple[str, Loss, _Tokens]]:
-    """Yield the known mistakes: a description, and the loss with its inputs."""
+    """Yield known mistakes: a description, and a loss with its inputs that makes the mistake."""
     loss = _LOSSES[name]
     yield "its sign is wrong", lambda *inputs: -loss(*inputs), right
     yield "it is divided by the number of micro-batches twice", lambda *inputs: loss(*inputs) / batches, right
@@ -325,7 +327,7 @@ def _loss_inputs(twin: Twin, weighted: Sequence[WeightedGroup], name: str) -> _T
 
 
 def _configure_surrogate(algorithm: Algorithm, surrogate: Surrogate) -> Surrogate:
-    """Return the surrogate with the bounds from the algorithm's options."""
+    """Return the surrogate with the clip bounds that the algorithm's options state."""
     options = algorithm.model_dump()
     if "ratio_max" in options:
         return replace(surrogate, low=options["ratio_min"], high=options["ratio_max"], clip="weight")

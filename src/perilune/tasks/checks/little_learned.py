@@ -20,7 +20,8 @@ def little_learned_warning(lines: Sequence[Mapping[str, Any]], episodes: int) ->
     The mean rewards of the first and the last fifth of the steps are compared.
 
     Args:
-        episodes: of a step.
+        lines: the metrics of all steps.
+        episodes: number of episodes in a step.
     """
     if len(lines) < MIN_STEPS:
         return ""

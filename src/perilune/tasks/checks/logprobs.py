@@ -2,8 +2,8 @@
 
 It rescores them before the step's updates, one sequence at a time, without packing or the log-prob kernels.
 If the sampler's log-probs differ from these, the sampler is wrong; if only the learner's differ, the learner
-is. From the same probabilities it draws the tokens again. The seed determines the draws, so a sampler that
-ignores part of the vocabulary is found by its choices.
+is. The checker also draws the tokens again from these probabilities. The seed determines the random numbers,
+so a sampler that ignores part of the vocabulary draws other tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,8 +31,8 @@ from perilune.tasks.stage.publishing import (
 from perilune.tasks.stage.rounding import plain_rounding, rounding_of
 
 EPISODES_PER_STEP = 4  # episodes rescored at each step
-REDRAWN_TOKENS = 16  # tokens of each that are drawn again
-_SERVER_REMEDY = "see if the server loaded the weights, in its log; set engine.precision to its precision"
+REDRAWN_TOKENS = 16  # tokens of each rescored episode that are drawn again
+_SERVER_REMEDY = "see in the server's log if it loaded the weights; set engine.precision to its precision"
 
 Array = NDArray[np.float32]
 
@@ -73,11 +73,18 @@ class LogprobChecker:
             rounding = self.rounding or plain_rounding(self.learner.decoder)
             if not rounding.allows(_gaps(actual, expected)):
                 raise self._error(_max_gap(actual, expected), episode, actual, "sampler", step)
-            if self.draws_are_known and episode.group_id.count("/") == 1:  # of no further player or agent
+            if self.draws_are_known and episode.group_id.count("/") == 1:  # not of a sub-agent
                 self._check_draws(episode, first)
 
     def _check_draws(self, episode: Episode, distributions: Array) -> None:
-        """Draw the first tokens again from float32[N, V] log-probs."""
+        """Draw the first tokens again.
+
+        Args:
+            distributions: float32[N, V], log-probs of the vocabulary at the first N tokens.
+
+        Raises:
+            WorkFailedError: when more tokens differ than rounding explains.
+        """
         count = min(len(distributions), int(np.argmin(np.append(episode.loss_mask, False))))
         step, index, sample = (int(part) for part in episode.episode_id.split("/"))
         sums = np.exp(distributions[:count].astype(np.float64)).cumsum(1)
@@ -109,10 +116,11 @@ class LogprobChecker:
         """Rescore an episode with the reference policy.
 
         Args:
-            batches: with the reference log-probs of the KL.
+            batches: micro-batches, with the reference log-probs that the KL uses.
+            step: number of completed steps.
 
         Raises:
-            WorkFailedError: when these differ, with their likely source.
+            WorkFailedError: when the log-probs differ, with their likely source.
         """
         scored = [
             (batch, batch.reference_logprobs) for batch in batches if batch.reference_logprobs is not None
@@ -147,6 +155,10 @@ class LogprobChecker:
         self, figures: Mapping[str, float], batches: Sequence[PackedBatch], groups: Groups, step: int
     ) -> None:
         """Check the learner's figures over all tokens before the update.
+
+        Args:
+            figures: the result of `Learner.forward_backward`.
+            step: number of completed steps.
 
         Raises:
             WorkFailedError: when the log-prob gap on tokens of the current version is more than rounding,
@@ -198,12 +210,12 @@ class LogprobChecker:
 
 
 def rescore(decoder: Decoder, episode: Episode, temperature: float) -> Array:
-    """Return the log-probs float32[N] of the policy's tokens of an episode, whose routes are replayed."""
+    """Return log-probs float32[N] of the tokens that the policy sampled, with the episode's routes."""
     return _rescore(decoder, episode, temperature)[0]
 
 
 def _rescore(decoder: Decoder, episode: Episode, temperature: float) -> tuple[Array, Array]:
-    """Return `rescore`, and float32[min(T, REDRAWN_TOKENS), V] log-probs of the vocabulary at the start."""
+    """Return `rescore`, and log-probs float32[N, V] of the vocabulary at up to `REDRAWN_TOKENS` tokens."""
     ids = np.concatenate([episode.prompt_ids, episode.token_ids]).astype(np.int64)
     routes = pack_routes([episode], [0])
     replay = None if routes is None else RouteReplay(routes.to(next(decoder.parameters()).device))
@@ -214,7 +226,13 @@ def _rescore(decoder: Decoder, episode: Episode, temperature: float) -> tuple[Ar
 def explain_mismatch(
     episode: Episode, logprobs: Array, decoder: Decoder, temperature: float, whose: str
 ) -> str:
-    """Return the known mistake that explains why `logprobs` differ from the right ones."""
+    """Return the known mistake that explains why `logprobs` differ from the right ones.
+
+    Args:
+        logprobs: float32[N], of the tokens that the policy sampled.
+        decoder: the learner's.
+        whose: "sampler" or "learner", which computed `logprobs`.
+    """
     rounding = plain_rounding(decoder)
     right = rescore(decoder, episode, temperature)
 
@@ -224,7 +242,9 @@ def explain_mismatch(
     if is_nondeterministic(decoder, np.concatenate([episode.prompt_ids, episode.token_ids]).astype(np.int64)):
         return f"the learner's forward pass gives other values each time: {RANDOM_LAYER_HINT}"
     if are(logprobs, right):
-        return f"the {whose}'s are right, so the other's are not{_base_note(episode, decoder, temperature)}"
+        other = "learner" if whose == "sampler" else "sampler"
+        note = _base_note(episode, decoder, temperature)
+        return f"the {whose}'s log-probs are right, so the {other}'s are wrong{note}"
     if are(logprobs, rescore(decoder, episode, 1.0)):
         return f"the temperature {temperature:g} is missing from the {whose}'s log-probs"
     if are(logprobs, rescore(decoder, episode, temperature**2)):
@@ -232,7 +252,7 @@ def explain_mismatch(
     if len(right) > 1 and (are(logprobs[1:], right[:-1]) or are(logprobs[:-1], right[1:])):
         return f"the {whose}'s log-probs are off by one token"
     note = _base_note(episode, decoder, temperature)
-    return f"temperature and places are right, so the {whose} has other weights, tokens or arithmetic{note}"
+    return f"temperature and shift are right, so the {whose} has other weights, tokens or arithmetic{note}"
 
 
 def _base_note(episode: Episode, decoder: Decoder, temperature: float) -> str:

@@ -1,8 +1,8 @@
 """The optimizer check: weights and moments change only by updates that follow AdamW's equations.
 
-It follows one element of every parameter, the one with the largest gradient among a sample, and recomputes
-its update in float64 (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2). Between two updates those
-elements must not change. This finds, for example, an optimizer that is recreated at each step.
+In each parameter, the check follows one element: the one with the largest gradient in a sample of elements.
+The element's update is recomputed in float64 (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2). Between
+two updates the element must not change. This finds, for example, an optimizer that is recreated at each step.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,8 +18,8 @@ from perilune.learn.optimizer import BETA1, EPSILON
 from perilune.learn.trainer import CRITIC_PREFIX, Learner
 from perilune.learn.training_settings import OptimizerSettings
 
-CANDIDATES = 512  # elements of a parameter among which the one with the largest gradient is chosen
-TOLERANCE = 1e-3  # relative error of an update, besides the rounding of the weight
+CANDIDATES = 512  # size of the sample of elements of a parameter
+TOLERANCE = 1e-3  # relative error of an update, in addition to the rounding of the weight
 
 Array = NDArray[np.float64]
 
@@ -48,7 +48,10 @@ class OptimizerChecker:
 
     @contextmanager
     def check_update(self, lr: float) -> Iterator[None]:
-        """Check the update made in the block, which uses the current gradients.
+        """Check the update that the block makes with the current gradients.
+
+        Args:
+            lr: the decoder's learning rate.
 
         Raises:
             WorkFailedError: naming a parameter, and the mistake if it is a known one.
@@ -68,7 +71,7 @@ class OptimizerChecker:
         """Choose one element of each parameter; return their gradients and the norm of the whole gradient."""
         indices, gradients, norms = {}, [], {}
         for name, parameter in self._learner.optimizer.parameters.items():
-            if not parameter.numel():  # another process has this parameter
+            if not parameter.numel():  # this process has no shard of the parameter
                 continue
             indices[name] = 0
             gradient = parameter.grad

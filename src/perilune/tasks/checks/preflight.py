@@ -1,7 +1,8 @@
 """The preflight: checks before the first step of an attempt.
 
-On a scaled-down copy of the policy, advantages and gradients are compared with an independent computation.
-A run of at least 20 steps must also solve a bandit, and its reward is audited.
+On a scaled-down copy of the policy, gradients are compared with an independent computation, and token weights
+are checked. Before a run of at least 20 steps, the algorithm must also solve a bandit, and the reward is
+audited.
 """
 
 import torch
@@ -16,16 +17,17 @@ from perilune.tasks.checks.twin import Twin
 from perilune.tasks.rl.spec import RLSpec
 from perilune.watchdog import Watchdog
 
-MIN_LONG_RUN_STEPS = 20  # fewest steps of a run with a bandit and an audit
+MIN_LONG_RUN_STEPS = 20  # steps from which a run begins with a bandit and an audit
 
 
 def run_preflight(
-    workspace: Workspace, spec: RLSpec, config: DecoderConfig, device: torch.device, first: int
+    workspace: Workspace, spec: RLSpec, config: DecoderConfig, device: torch.device, completed_steps: int
 ) -> None:
     """Check gradients and advantages; before a long run, solve a bandit and audit the reward.
 
     Args:
-        first: number of completed steps; a resumed run skips the bandit.
+        config: the policy's configuration.
+        completed_steps: number of steps of earlier attempts; a resumed run skips the bandit.
 
     Raises:
         WorkFailedError: see `check_gradient`, `check_advantages` and `solve_bandit`.
@@ -36,7 +38,7 @@ def run_preflight(
         twin = Twin(spec, config, device)
         check_gradient(twin)
         check_advantages(twin)
-        if first == 0 and spec.steps >= MIN_LONG_RUN_STEPS:
+        if completed_steps == 0 and spec.steps >= MIN_LONG_RUN_STEPS:
             workspace.log(solve_bandit(spec, device))
     if spec.steps >= MIN_LONG_RUN_STEPS:
         check_reward(workspace)

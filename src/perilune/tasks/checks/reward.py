@@ -10,15 +10,15 @@ from perilune.verifiers import Scorer
 from perilune.verifiers.audit import Audit, audit_reward
 from perilune.watchdog import Watchdog
 
-AUDIT_TASKS = 3  # fewest tasks from which an audit draws conclusions across tasks
-AUDIT_SCORINGS = 600  # approximate number of answers that it scores
-AUDIT_LIMIT_S = 20.0  # seconds that it may take
+AUDIT_TASKS = 3  # the fewest tasks from which an audit draws conclusions across tasks
+AUDIT_SCORINGS = 600  # approximate number of answers that the audit scores
+AUDIT_LIMIT_S = 20.0  # longest expected duration of an audit
 AUDIT_FILE = "reward_audit.json"
 FAILING_GRADES = frozenset({"D", "F"})
 
 
 def check_reward(workspace: Workspace) -> None:
-    """Audit the environment's reward, unless an earlier attempt did or it is slow, and log the grade.
+    """Audit the environment's reward and log the grade, unless an earlier attempt did or scoring is slow.
 
     The findings are written to `artifacts/reward_audit.json`. Only `perilune environments audit` also
     searches for exploits.
@@ -40,9 +40,9 @@ def check_reward(workspace: Workspace) -> None:
 
 
 def _seconds_to_score(workspace: Workspace) -> float:
-    """Return the mean time of scoring an empty answer, once the scorer's process runs.
+    """Return the seconds that it takes to score an empty answer, once the scorer's process runs.
 
-    It is the lowest of three measurements, because other programs only add time.
+    The result is the lowest of three measurements, because other programs only add time.
     """
     section, seed = workspace.job.environment, workspace.job.seed
     task = next(iter(make_environment(section).tasks("train", seed)))
@@ -58,7 +58,7 @@ def _seconds_to_score(workspace: Workspace) -> float:
 
 
 def describe_audit(audit: Audit) -> str:
-    """Return one line for the log."""
+    """Return the grade and the worst finding as one line for the log."""
     line = f"reward audit: grade {audit.grade}"
     if not audit.findings:
         return line

@@ -37,8 +37,9 @@ class Twin:
     Width, vocabulary and rank are small, and products are float32.
 
     Attributes:
-        exact: the same policy in float64, without kernels and without a gradient.
-        groups: answers of a sampler that has drifted from the policy.
+        trained: names of the parameters that must be trained.
+        exact, exact_critic: the same policy and critic in float64, without kernels and without a gradient.
+        groups: two groups of answers of a sampler that has drifted from the policy.
     """
 
     def __init__(self, spec: RLSpec, config: DecoderConfig, device: torch.device) -> None:
@@ -71,7 +72,7 @@ class Twin:
         self.groups = self._make_groups()
 
     def weight_groups(self, groups: Groups) -> list[WeightedGroup]:
-        """Return the run's token weights of these groups at its first step."""
+        """Return the token weights that the run's algorithm gives to the groups at the first step."""
         spec = self.spec
         names = set(spec.algorithm.needs)
         if spec.kl and spec.kl_estimator == "k1_reward":
@@ -143,7 +144,7 @@ def _scaled_down(config: DecoderConfig) -> DecoderConfig:
 
 
 class Figures(NamedTuple):
-    """float64[M] each, for the trained tokens."""
+    """Figures of the trained tokens, float64[M] each."""
 
     logprobs: Tensor
     values: Tensor
@@ -151,9 +152,9 @@ class Figures(NamedTuple):
 
 
 class FirstRoutes:
-    """Routes of the first forward pass of a mixture of experts, which later ones repeat.
+    """Routes of the first forward pass of a mixture of experts, which later passes repeat.
 
-    The log-probs jump where a small change of weights changes a route, and have no derivative there.
+    Otherwise a small change of weights could change a route. The log-probs jump there and have no derivative.
     """
 
     def __init__(self) -> None:
