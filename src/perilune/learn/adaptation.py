@@ -11,7 +11,9 @@ from perilune.models.decoder import Decoder
 
 
 def adapt(decoder: Decoder, settings: LearnerSettings, seed: int) -> None:
-    """Prepare `decoder` for training. Loading has already converted a base of lower precision.
+    """Prepare `decoder` for training: its precision, its recomputation, and an adapter.
+
+    Loading the decoder has already converted a base of lower precision.
 
     With LoRA only A and B receive gradients. B starts at 0, so the policy equals the base until the first
     update.
@@ -29,12 +31,12 @@ def adapt(decoder: Decoder, settings: LearnerSettings, seed: int) -> None:
 
 
 def trainable(decoder: Decoder) -> dict[str, nn.Parameter]:
-    """Return the trained parameters by name: all, or those of the adapter."""
+    """Return the trained parameters by name: all parameters, or those of the adapter."""
     return {name: parameter for name, parameter in decoder.named_parameters() if parameter.requires_grad}
 
 
 def frozen_checksum(decoder: Decoder) -> str:
-    """Return the checksum of the frozen tensors; empty if all are trained."""
+    """Return the checksum of the frozen tensors; empty if all tensors are trained."""
     trained = trainable(decoder)
     frozen = {name: tensor for name, tensor in decoder.state_dict().items() if name not in trained}
     return checksum(frozen) if frozen else ""

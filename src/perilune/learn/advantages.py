@@ -51,9 +51,9 @@ def leave_one_out(rewards: Rewards) -> Rewards:
 
 
 def whitened(values: Sequence[Tokens], masks: Sequence[NDArray[np.bool_]]) -> list[Tokens]:
-    """Return (x - mean) / std over all unmasked tokens of all episodes; 0 if they are equal.
+    """Return (x - mean) / std over all unmasked tokens of all episodes; 0 if all values are equal.
 
-    Long episodes therefore influence mean and std more than short ones.
+    Long episodes influence mean and std more than short ones, because each token counts once.
     """
     everything = np.concatenate([np.zeros(0), *(v[m] for v, m in zip(values, masks, strict=True))])
     std = spread(everything)

@@ -1,8 +1,9 @@
 """Packing: weighted groups become flat token batches without padding, with each group's prompt once.
 
-A batch feeds N tokens and learns M tokens, each predicted by a fed one. The last token of a completion
-predicts nothing, so it is not fed. Episodes without weight are left out. The weights are already divided by
-the denominator of the whole step, so the losses of micro-batches of any size add up to the loss of the step.
+A batch feeds N tokens to the decoder and learns M tokens, each predicted by a fed token. The last token of a
+completion predicts nothing, so it is not fed. Episodes without weight are left out. The weights are already
+divided by the denominator of the whole step, so the losses of micro-batches of any size add up to the loss of
+the step.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,14 +39,14 @@ class PackedBatch:
         rows: int64[M], index of the fed token that predicts each learned token.
         targets: int64[M], the learned tokens.
         episode_of: int64[M], index of the completion of each learned token.
-        episode_ids: episode of each completion, by that index.
-        old_logprobs: float32[M], of the policy in the denominator of the importance ratio.
-        sampler_logprobs: float32[M], of the policy that sampled; usually the same.
+        episode_ids: the episode id of each completion, by index.
+        old_logprobs: float32[M], log-probs of the policy in the denominator of the importance ratio.
+        sampler_logprobs: float32[M], log-probs of the policy that sampled; usually the same.
         policy_version: int64[M], version of the weights that sampled each learned token.
         policy_gradient, cross_entropy, reference_kl, entropy: float32[M] weights, or None if all are 0.
         surrogate: the token loss of `policy_gradient`.
         value, returns, old_values: float32[M] weights and targets of a critic, or None.
-        reference_logprobs: float32[M] of the frozen reference, required with `reference_kl`.
+        reference_logprobs: float32[M], log-probs of the frozen reference, required with `reference_kl`.
         value_clip: clip range of the critic's predictions around `old_values`.
         temperature: sampling temperature; all log-probs are at this temperature.
         prefix_lengths: int64[S], length of the prefix that each completion continues; None for whole prompts.
@@ -120,7 +121,7 @@ class PackedBatch:
         return replace(self, **moved)  # type: ignore[arg-type]
 
 
-_ROWS = 256
+_ROWS = 256  # rows are rounded up to a multiple of this number
 _PADDING = 16  # length of a padding sequence; a longer one could widen a block of attention
 
 
@@ -152,6 +153,7 @@ class _Item:
 
     @property
     def fed(self) -> int:
+        """Number of fed tokens of the completion."""
         return len(self.episode.token_ids) - 1
 
 
@@ -193,7 +195,7 @@ def split_by_cost(items: Iterable[T], cost: Callable[[T], int], budget: int) -> 
 
 
 def _shared_loss(groups: Sequence[WeightedGroup]) -> tuple[Surrogate, float]:
-    """Return the surrogate and the value clip, which are the same for all groups of a step."""
+    """Return the surrogate and the value clip, which must be the same for all groups of a step."""
     surrogates = {group.surrogate for group in groups if group.policy_gradient is not None}
     clips = {group.value.clip for group in groups if group.value is not None}
     if len(surrogates) > 1 or len(clips) > 1:
@@ -206,7 +208,7 @@ def _denominator(groups: Sequence[WeightedGroup], name: str) -> float:
 
 
 def _weighted_items(group: WeightedGroup, denominators: dict[str, float]) -> list[_Item]:
-    """Return the episodes with weights, divided by the denominator of the whole step."""
+    """Return the episodes that have weights, divided by the denominators of the whole step."""
     items = []
     for index, episode in enumerate(group.episodes):
         weights = {
@@ -314,7 +316,7 @@ def _pack_bin(items: list[_Item], temperature: float) -> PackedBatch:
 def minibatches(groups: Sequence[WeightedGroup], count: int) -> list[list[WeightedGroup]]:
     """Split the groups of a step into at most `count` minibatches, one optimizer step each.
 
-    Live groups are distributed in turn, so that every minibatch has some. Each minibatch has its own
+    Live groups are distributed round-robin, so that every minibatch has some. Each minibatch has its own
     denominators. From the second minibatch on, the policy differs from the one that sampled.
 
     Returns:

@@ -23,7 +23,7 @@ MANIFEST = "manifest.json"
 
 
 def write(directory: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-    """Write one safetensors file per name in `tensors`, and `state` as JSON; replaces an older checkpoint."""
+    """Write one safetensors file per name in `tensors`, and `state` as JSON. Replace an older checkpoint."""
     temporary = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.tmp")
     try:
         for name, values in tensors.items():
@@ -72,7 +72,10 @@ def read(directory: Path, names: Iterable[str]) -> tuple[dict[str, dict[str, Ten
 
 @torch.no_grad()
 def copy_into(own: Mapping[str, Tensor], loaded: Mapping[str, Tensor], directory: Path) -> None:
-    """Copy tensors by name, bits unchanged.
+    """Copy `loaded` into `own` by name, bit for bit.
+
+    Args:
+        directory: the checkpoint, for error messages.
 
     Raises:
         RequestError: as `check_fits`.

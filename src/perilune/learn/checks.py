@@ -1,7 +1,7 @@
 """Invariants of the weights and micro-batches of every step, for all algorithms.
 
 Both checks recompute their figures from the episodes, independently of the code that they check. They take a
-few passes over numpy arrays and no forward pass.
+few passes over numpy arrays, and no forward pass of the model.
 """
 
 import math
@@ -103,7 +103,9 @@ def _weighted_episodes(group: WeightedGroup) -> Iterator[Episode]:
 
 def _check_component(group: WeightedGroup, name: str, component: Component) -> None:
     if len(component.weights) != len(group.episodes) or len(component.counts) != len(group.episodes):
-        raise _bad_group(group, f"has {name} weights for {len(component.weights)} of {len(group.episodes)}")
+        raise _bad_group(
+            group, f"has {name} weights for {len(component.weights)} of {len(group.episodes)} episodes"
+        )
     for episode, weights, count in zip(group.episodes, component.weights, component.counts, strict=True):
         if weights.shape != episode.loss_mask.shape:
             raise _bad_episode(
@@ -161,8 +163,8 @@ def _check_tokens(batch: PackedBatch, episodes: Sequence[Episode]) -> None:
             episode.logprobs[mask],
             episode.policy_version[mask],
         )
-        for (what, values), wanted in zip(packed.items(), expected, strict=True):
-            if not np.array_equal(values[start : start + length], wanted):
+        for (what, values), right in zip(packed.items(), expected, strict=True):
+            if not np.array_equal(values[start : start + length], right):
                 raise _bad_episode(episode, f"was packed with wrong {what}")
         start += length
     if start != len(rows):

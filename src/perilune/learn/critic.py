@@ -1,13 +1,13 @@
 """A critic: one linear map from the decoder's last hidden state to the value of the state.
 
-Its loss also trains the decoder, scaled by the coefficient in the value weights.
+The critic's loss also trains the decoder, scaled by the coefficient in the value weights.
 """
 
 from torch import Tensor, nn
 
 
 class Critic(nn.Module):
-    """float[M] values of float[M, d] hidden states. All weights start at 0, so the first values are 0."""
+    """Maps hidden states float[M, d] to values float[M]. All weights start at 0, and so do the values."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()

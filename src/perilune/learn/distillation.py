@@ -1,6 +1,7 @@
 """Distillation on the student's own tokens: losses and diagnostics.
 
-p is the student, q the teacher, both after the student's tokens; M tokens, V vocabulary.
+p and q are the distributions of student and teacher over the next token, after the student's tokens. M is the
+number of learned tokens, V the size of the vocabulary.
 
     reverse_kl    policy gradient with A_t = -coefficient * stop_gradient(log p - log q) at the sampled token
     reverse_topk  KL(p' || q') on the k likeliest tokens of p, both renormalized on them (arXiv 2604.13016)
@@ -8,7 +9,7 @@ p is the student, q the teacher, both after the student's tokens; M tokens, V vo
     gkd           beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p; beta 0 is KL(q || p) and
                   beta 1 KL(p || q), which the formula does not cover (arXiv 2306.13649, eq. 2)
 
-A reverse KL on sampled tokens without the policy gradient would be useless: its expected gradient is 0.
+reverse_kl needs a policy gradient, because the expected gradient of log p - log q at sampled tokens is 0.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,8 +38,8 @@ class Distillation:
 
     Attributes:
         k: number of tokens in the top-k losses and the overlap figures.
-        beta: the beta of gkd, from 0 (forward KL) to 1 (reverse KL).
-        coefficient: coefficient of the reverse KL that is added to a task's advantages.
+        beta: beta of gkd, from 0 (forward KL) to 1 (reverse KL).
+        coefficient: coefficient of log q - log p in the advantages of reverse_kl.
         temperature: sampling temperature; both distributions use it.
     """
 
@@ -56,7 +57,7 @@ class DistillationBatch:
     Attributes:
         student, teacher: the same episodes in the same order, with the same learned tokens. Prompts may
             differ.
-        advantages: float32[episodes] from the task's reward; 0 without one.
+        advantages: float32[episodes], from the task's reward; 0 without a task reward.
     """
 
     student: PackedBatch
@@ -77,7 +78,8 @@ def split_chunks(
     Episodes without sampled tokens, such as those that failed before their first turn, are left out.
 
     Args:
-        teacher_prompts: the prompts that the teacher sees instead of the episodes' prompts.
+        teacher_prompts: the tokens of the prompts that the teacher sees instead of the episodes' prompts.
+        advantages: one for each episode, from the task's reward; None for 0.
     """
     gains = [0.0] * len(episodes) if advantages is None else advantages
     items = [
@@ -108,7 +110,10 @@ def _pack_batch(items: Sequence[tuple[Episode, Episode, float]], temperature: fl
 def distill(
     learner: Learner, teacher: Decoder, parts: Iterable[DistillationBatch], loss: Distillation, tokens: int
 ) -> dict[str, float]:
-    """Add the gradient of one step. The loss is the mean over the step's `tokens` learned tokens.
+    """Add the gradient of one step to the learner's parameters.
+
+    Args:
+        tokens: number of learned tokens in the step, over which the loss is a mean.
 
     Returns:
         loss, tokens, and the means of the `Diagnostics` over the step.
@@ -125,7 +130,7 @@ def distill(
             q = log_distribution(teacher.logits(states)[:, :size], loss.temperature)
         p = log_distribution(learner.trained.logits(hidden)[:, :size], loss.temperature)
         losses = token_losses(p, q, targets, old_logprobs, advantages, loss)
-        with torch.no_grad():  # last, so that the recomputation in the backward pass ends before it
+        with torch.no_grad():  # last, so that the backward pass does not recompute the diagnostics
             return losses, *diagnostics(p.detach(), q, targets, loss.k)
 
     def objective(batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -151,8 +156,8 @@ def token_losses(  # noqa: PLR0917
     Args:
         p, q: float[M, V] log-probs of student and teacher; the teacher's carry no gradient.
         targets: int64[M], the tokens that were sampled.
-        old_logprobs: float[M] of the policy that sampled them.
-        advantages: float[M] from the task's reward, for reverse_kl.
+        old_logprobs: float[M], log-probs of the targets by the policy that sampled them.
+        advantages: float[M], from the task's reward, for reverse_kl.
     """
     if loss.kind == "forward_topk":
         return forward_topk(p, q, loss.k)

@@ -4,10 +4,10 @@ All ranks run the same loop. With k ranks, each samples every k-th group of a st
 micro-batch. The ranks then exchange results, so that each has the results of a single process:
 
 * Episodes, figures and log-probs are gathered by all ranks and put into the order of a single process.
-* Gradients are summed in the order of the micro-batches: the running sum travels from rank to rank, each adds
-  its own gradient, and the last one broadcasts the sum. Floating-point sums depend on their order, and this
-  order is that of a single process. The price is 4 bytes per parameter sent for each micro-batch, which is
-  small next to the arithmetic of its thousands of tokens.
+* Gradients are summed in the order of the micro-batches: the running sum travels from rank to rank, each rank
+  adds its own gradient, and the last rank broadcasts the sum. Floating-point sums depend on their order, and
+  this order is that of a single process. The cost is 4 bytes per parameter sent for each micro-batch, which
+  takes little time compared with the arithmetic of thousands of tokens.
 
 Received data is never unpickled: it is JSON, safetensors, Arrow or plain numbers.
 """
@@ -122,7 +122,7 @@ class Ranks:
         sending: dist.Work | None = None
         last = len(batches) - 1
         for index in range(self.rank, len(batches), self.count):
-            if index > 0:  # an earlier gradient belongs to the running sum, which begins with batch 0
+            if index > 0:  # the running sum, which begins with batch 0, already has an earlier gradient
                 _clear_gradients(parameters)
             yield batches[index]
             if index > 0:

@@ -1,4 +1,4 @@
-"""Figures of a step, which merge those of its micro-batches and updates."""
+"""Figures of micro-batches, and how they are merged into those of an update and of a step."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Figures:
-    """Sums over one micro-batch. They stay on the device until `read`."""
+    """The figures of one micro-batch. They stay on the device until `read`."""
 
     def __init__(self) -> None:
         self._values: dict[str, Tensor] = {}

@@ -19,8 +19,8 @@ from perilune.learn.weights import WeightedGroup
 def weight_groups(algorithm: Algorithm, groups: Sequence[Group], context: StepContext) -> list[WeightedGroup]:
     """Compute token weights; with `kl_estimator` k1_reward, first subtract the KL from the rewards.
 
-    The returned groups have the original rewards. The figure `kl_reference` is the mean of k3 over a group's
-    tokens.
+    The returned groups have the original rewards, and with k1_reward the figure `kl_reference`: the mean of
+    k3 over the tokens of the group.
 
     Raises:
         ValueError: when the context lacks the reference_logprobs that k1_reward needs.

@@ -1,10 +1,10 @@
 """Off-policy corrections, for episodes that were sampled by another policy than the learner.
 
-pi_learner / pi_sampler = (pi_old / pi_sampler) * (pi_learner / pi_old). The first factor comes from the
-engine and from stale weights, before the batch is learned; the second is the drift during its updates. With
-"bypass", the surrogate's ratio is to the sampler and covers both. With "decoupled PPO" (arXiv 2110.00641), it
-is to pi_old, the learner at the beginning of the batch, and a bounded weight w = pi_old / pi_sampler
-multiplies the token. w is computed once a batch.
+pi_learner / pi_sampler = (pi_old / pi_sampler) * (pi_learner / pi_old), with pi_old the learner at the
+beginning of a batch. The first factor comes from rounding in the engine and from stale weights, the second is
+the drift during the batch's updates. With "bypass", the denominator of the surrogate's ratio is pi_sampler,
+so the ratio covers both factors. With "decoupled PPO" (arXiv 2110.00641), the denominator is pi_old, and a
+bounded weight w = pi_old / pi_sampler multiplies the token's loss. w is computed once a batch.
 
 Sequence-level options name their ratio: the product of an episode's token ratios, or their geometric mean.
 """
@@ -29,7 +29,7 @@ Level = Literal["token", "sequence-product", "sequence-geometric"]
 
 
 class OffPolicySettings(Frozen):
-    """Corrections for samples of another policy. By default there are none: the ratio is to the sampler."""
+    """Corrections for samples of another policy. By default only the surrogate's ratio, to the sampler."""
 
     proximal: Literal["sampler", "learner"] = Field(
         "sampler",
@@ -114,8 +114,9 @@ def correct_weights(
     Masked tokens keep their share of the denominator; rejected answers lose theirs.
 
     Args:
-        logprobs: float32[T] of the learner by episode_id; empty when `settings.needs_logprobs` is false.
-        version: of the learner's weights, for staleness.
+        logprobs: float32[T], the learner's log-probs at the beginning of the batch by episode_id; empty when
+            `settings.needs_logprobs` is false.
+        version: version of the learner's weights, for staleness.
 
     Returns:
         The corrected groups, and figures of the weights.
@@ -155,7 +156,7 @@ def effective_share(weights: Array) -> float:
 
 
 def pool_weights(log_weights: Array, level: str) -> Array:
-    """Replace an episode's log-weights [L] by one for the sequence, unless `level` is token."""
+    """Return an episode's log-weights [L], each replaced by that of the sequence unless `level` is token."""
     if level == "sequence-product":
         return np.full(len(log_weights), log_weights.sum())
     if level == "sequence-geometric":
@@ -232,7 +233,7 @@ class _WeightStatistics:
         self._rejected += rejected
 
     def figures(self, settings: OffPolicySettings) -> dict[str, float]:
-        """Return figures by name. Sequence weights are products of token ratios; `ess` is before bounds."""
+        """Return figures by name. Sequence weights are products of token ratios; `ess` ignores the bounds."""
         if not self._tokens or settings == OffPolicySettings():
             return {}
         log_w = np.concatenate(self._tokens)

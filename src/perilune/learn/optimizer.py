@@ -16,15 +16,16 @@ EPSILON = 1e-8
 
 
 class AdamW:
-    """Decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101), applied to matrices only.
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), with weight decay on matrices only.
 
     Args:
         lr_factors: factors of the learning rate by parameter name; 1 for all others.
 
     Attributes:
-        parameters: by name; moments are float32 of the same shape.
+        parameters: the trained parameters by name.
+        first, second: the moments by name, float32 with the shape of the parameter.
         step: number of updates so far, for the bias correction of the moments.
-        gather_norms: computes the norms of whole gradients from those of this rank's shards.
+        gather_norms: computes the norms of whole gradients from the norms of this rank's shards.
     """
 
     def __init__(

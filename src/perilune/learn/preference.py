@@ -8,12 +8,13 @@ With r = sum_t (log-prob - reference log-prob) of a completion of L tokens,
 
 IPO (Azar et al., arXiv 2310.12036, eq. 17) uses means per token and the name beta for tau, as TRL does.
 
-These losses constrain only the difference, so both log-probs can fall while the loss falls too (likelihood
-displacement, arXiv 2410.08847). Two terms prevent this: `nll` adds the cross-entropy of the chosen answer per
-token, and `dpop` subtracts dpop * max(0, -r_chosen) from r_chosen (DPOP, arXiv 2402.13228, eq. 3).
+These losses constrain only the difference, so the log-probs of both answers can fall while the loss falls
+(likelihood displacement, arXiv 2410.08847). Two terms prevent this: `nll` adds the cross-entropy of the
+chosen answer per token, and `dpop` subtracts dpop * max(0, -r_chosen) from r_chosen (DPOP, arXiv 2402.13228,
+eq. 3).
 
-B pairs, M learned tokens. A pair is two episodes of one prompt, the chosen one first. Their `logprobs` are
-those of the frozen reference, computed once.
+B is the number of pairs, M that of learned tokens. A pair is two episodes of one prompt, the chosen one
+first. Their `logprobs` are those of the frozen reference, which are computed once.
 """
 
 import math
@@ -63,7 +64,8 @@ def preference_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return losses float[B] and margins float[B].
 
-    The margin is the argument of DPO's sigmoid, or IPO's difference of means per token, without `dpop`.
+    The margin is the argument of DPO's sigmoid, or for IPO the difference of the means of r per token, both
+    without `dpop`.
     """
     chosen, rejected = pairs.chosen_shift, pairs.rejected_shift
     if kind in ("ipo", "dpo_norm"):
@@ -103,7 +105,7 @@ class PreferenceObjective:
 
     Attributes:
         decoder: the learner's `trained`, or any decoder to evaluate without learning.
-        ranks: the learner's ranks: each sees a share of the pairs, and figures are over all pairs.
+        ranks: the learner's ranks. Each rank sees a share of the pairs; figures are over all pairs.
     """
 
     decoder: Decoder

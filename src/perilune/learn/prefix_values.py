@@ -38,7 +38,7 @@ class Probe:
     answers: Sequence[int]
 
     def key(self, prefix: int) -> Key:
-        """Return a key that prefixes with the same value share."""
+        """Return the key of a prefix; prefixes with equal keys have the same value."""
         completion = self.episode.token_ids[:prefix]
         return self.episode.prompt_ids.tobytes(), completion.tobytes(), tuple(map(tuple, self.endings))
 

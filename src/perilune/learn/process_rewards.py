@@ -2,8 +2,8 @@
 
 `Episode.step_rewards` holds, at the last token of each segment, V(after) - V(before), where V estimates the
 value of a prefix and is 0 at the end (`verifiers.step_rewards`). Algorithms with token-level rewards
-(`takes_step_rewards`) use these numbers directly. For the others, `apply_process_rewards` changes the token
-weights afterwards, in one of three ways.
+(`takes_step_rewards`) use these differences directly. For other algorithms, `apply_process_rewards` changes
+the token weights afterwards, in one of three ways.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from perilune.verifiers.step_rewards import PASS_THRESHOLD, compute_centered_ret
 
 Tokens = NDArray[np.float64]
 Segments = tuple[list[int], NDArray[np.float64]]
-"""The end of each segment, in tokens, and the reward of each."""
+"""The ends of the segments, in tokens, and their rewards."""
 
 
 class ProcessRewardSettings(Frozen):
@@ -221,7 +221,7 @@ def _figures(episodes: Sequence[Episode], parts: Parts) -> dict[str, float]:
     for episode, part in rewarded:
         score = episode.metrics.get(GOLD_METRIC, episode.reward or 0.0)
         (right if score >= PASS_THRESHOLD else wrong).append(part)
-    if right and wrong:
+    if right and wrong:  # V is 0 at the end, so the last value is minus the reward of the last segment
         gap = np.subtract.outer([-part[1][-1] for part in right], [-part[1][-1] for part in wrong])
         figures["process/agreement"] = float(np.mean((gap > 0) + (gap == 0) / 2))
     steps = np.concatenate([np.zeros(0), *(part[1][:-1] for part in right)])

@@ -1,7 +1,8 @@
 """Routing replay in the learner (R3, Ma et al., arXiv 2510.11370).
 
-A batch computes the experts that the sampler recorded. Only the choice of experts is replayed. Their weights
-are the current router's probabilities at these experts, so the router still has a gradient.
+The learner computes each token with the experts that the sampler recorded. Only the choice of experts is
+replayed. Their weights are the current router's probabilities of these experts, so the router still has a
+gradient.
 """
 
 from collections.abc import Sequence
@@ -19,11 +20,11 @@ from perilune.learn.figures import Figures
 def pack_routes(episodes: Sequence[Episode], prompt_of: Sequence[int]) -> Tensor | None:
     """Pack routes int16[N, layers, K] of the fed tokens: of all prompts, then of all completions.
 
-    A row of -1 is missing, so the router chooses. Rows of a shared prompt are missing where two episodes have
-    different routes, because different versions of the policy computed them.
+    A row of -1 is missing: the router chooses the experts. Rows of a shared prompt are missing where two
+    episodes have different routes, because different versions of the policy computed them.
 
     Args:
-        prompt_of: the number of each episode's prompt, in order of first use.
+        prompt_of: index of each episode's prompt, in order of first use.
 
     Returns:
         None if no episode has routes.
@@ -56,7 +57,7 @@ class RouteReplay:
     """A `Routing` that replays the routes of a batch, and compares them with the router's own choice.
 
     Args:
-        routes: int16[N, layers, K], see `pack_routes`. Rows after these are padding.
+        routes: int16[N, layers, K], see `pack_routes`. Further rows of a batch are padding.
     """
 
     def __init__(self, routes: Tensor) -> None:
@@ -70,7 +71,7 @@ class RouteReplay:
 
     @torch.no_grad()
     def observe(self, layer: int, logits: Tensor, own: Tensor, chosen: Tensor) -> None:
-        """Count routes. Activation checkpointing calls this again for each layer in the backward pass."""
+        """Record the routes of a layer. Activation checkpointing calls this again in the backward pass."""
         count = len(self._routes)
         used = chosen[:count].sort(-1).values
         self._flipped |= (used != own[:count].sort(-1).values).any(-1)
@@ -78,7 +79,7 @@ class RouteReplay:
         self._loads[layer] = uses / max(used.numel(), 1)
 
     def add_figures(self, figures: Figures) -> None:
-        """Add missing and flipped shares of tokens, and how evenly the layers use their experts."""
+        """Add the shares of tokens with missing and with changed routes, and the load of the experts."""
         missing = self._routes[:, 0, 0] < 0
         figures.add_mean("routing/missing", missing.double())
         if not missing.all():

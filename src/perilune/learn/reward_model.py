@@ -1,8 +1,8 @@
 """Training and using a reward model, which scores the better answer of each pair higher.
 
-Bradley-Terry: -log sigmoid(s_chosen - s_rejected), s the score at the answer's last token. The loss leaves a
-free constant for each prompt. `centre` pulls the mean score to 0 (Eisenstein et al., arXiv 2312.09244), so
-that scores of different prompts can be compared.
+The loss is Bradley-Terry: -log sigmoid(s_chosen - s_rejected), with s the score at the answer's last token.
+It does not depend on a constant added to all scores of a prompt. `centre` pulls the mean score to 0
+(Eisenstein et al., arXiv 2312.09244), so that scores of different prompts can be compared.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,10 +28,10 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, centre: float = 0.0) -> Tens
 
 
 def append_scored_token(episode: Episode) -> Episode:
-    """Append a token whose position is the only learned one, so that a reward model scores the episode's end.
+    """Append an arbitrary token as the only learned one, so that a reward model scores the episode's end.
 
-    Packing feeds all tokens except the last and returns the state that predicts it. With an arbitrary token
-    appended, this is the state at the end of the answer.
+    Packing feeds all tokens except the last, and the reward model scores the state that predicts the learned
+    token. With the appended token, this is the state at the end of the answer.
     """
     ids = episode.token_ids
     length = len(ids) + 1
@@ -53,7 +53,7 @@ class RewardObjective:
     """The loss of one step of `count` pairs, for `Learner.forward_backward_custom`, with the scores.
 
     Attributes:
-        ranks: the learner's ranks: each scores a share of the pairs, and figures are over all pairs.
+        ranks: the learner's ranks. Each rank scores a share of the pairs; figures are over all pairs.
     """
 
     model: RewardModel

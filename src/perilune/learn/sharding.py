@@ -1,8 +1,8 @@
 """Sharded training of a decoder with FSDP2 (`torch.distributed.fsdp.fully_shard`).
 
-Each rank keeps its shard of every trained weight, of its gradient and of its two moments. A layer's weights
-are gathered while the layer is computed. The engine and other code use a whole decoder in every rank, which
-gets the new weights after each update.
+Each rank keeps its shard of every trained weight, with its gradient and its two moments. A layer's weights
+are gathered while the layer is computed. In addition, every rank has a whole decoder for the engine and other
+code, which gets the new weights after each update.
 
 FSDP sums gradients over ranks in its own order, so results equal those of one process up to float32 rounding,
 not bit for bit.
@@ -29,7 +29,7 @@ class ShardedDecoder:
 
     Attributes:
         module: the sharded copy, for forward passes with gradients.
-        parameters: by name, this rank's shard of every trained weight: plain tensors, split along the first
+        parameters: this rank's shard of every trained weight, by name: plain tensors, split along the first
             axis, that share storage with `module`. A shard may be empty.
     """
 
@@ -102,7 +102,7 @@ class ShardedDecoder:
                 parameter.grad = self._ranks.all_reduce("the critic's gradient", gradient)
 
     def gather_norms(self, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Compute norms of whole tensors from those of this rank's shards; other norms are unchanged."""
+        """Compute norms of whole tensors from the norms of this rank's shards; other norms are unchanged."""
         names = [name for name in norms if name in self.parameters]
         if not names:
             return dict(norms)

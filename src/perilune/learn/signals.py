@@ -32,7 +32,7 @@ class SignalModels:
     Attributes:
         decoder: the policy.
         reference: the frozen reference policy, for deviation, uncertainty and reference_logprobs.
-        critic: for values and values_after.
+        critic: the critic, for values and values_after.
     """
 
     decoder: Decoder
@@ -50,7 +50,7 @@ def compute_signals(
     temperature: float = 1.0,
     ranks: Ranks = SINGLE_RANK,
 ) -> Signals:
-    """Compute the named signals of all judged episodes; an empty `names` computes nothing.
+    """Compute the named signals of all episodes that did not fail; an empty `names` computes nothing.
 
     Each rank computes a share of the micro-batches, and all ranks receive all signals.
 
@@ -94,16 +94,17 @@ def compute_signals(
     return signals
 
 
-def _extend(one: Episode) -> Episode:
+def _extend(episode: Episode) -> Episode:
     """Append an arbitrary token, so that the episode's last state gets a value."""
+    routes = episode.routed_experts
     return replace(
-        one,
-        token_ids=np.append(one.token_ids, one.token_ids[-1]),
-        loss_mask=np.append(one.loss_mask, True),
-        logprobs=np.append(one.logprobs, np.float32(0)),
-        policy_version=np.append(one.policy_version, one.policy_version[-1]),
+        episode,
+        token_ids=np.append(episode.token_ids, episode.token_ids[-1]),
+        loss_mask=np.append(episode.loss_mask, True),
+        logprobs=np.append(episode.logprobs, np.float32(0)),
+        policy_version=np.append(episode.policy_version, episode.policy_version[-1]),
         step_rewards=None,
-        routed_experts=None if one.routed_experts is None else with_missing_row(one.routed_experts),
+        routed_experts=None if routes is None else with_missing_row(routes),
         top_ids=None,
         top_logprobs=None,
     )

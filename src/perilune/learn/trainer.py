@@ -102,13 +102,12 @@ class Learner:
 
         Returns:
             loss; tokens (number of learned tokens); entropy (nats). With a policy gradient also
-            clip_fraction, staleness and staleness_max (updates since a token was sampled), kl_behaviour and
-            kl_behaviour_k3 (two estimates of KL(sampler || learner)), and logprob_gap_mean,
-            logprob_gap_max and logprob_gap_kl, |sampler - learner| and the k3 estimate of their KL over
-            tokens sampled with the current weights. kl_reference
-            (k3) and value_error (mean square of value - return) if the loss has these components. With
-            routes, routing/missing and routing/flipped (shares of fed tokens), routing/load_max and
-            routing/load_entropy. Figures without any token are left out.
+            clip_fraction; staleness and staleness_max (updates since a token was sampled); kl_behaviour and
+            kl_behaviour_k3 (two estimates of KL(sampler || learner)); and over tokens sampled with the
+            current weights, logprob_gap_mean and logprob_gap_max (|sampler - learner|) and logprob_gap_kl
+            (the k3 estimate of their KL). kl_reference (k3) and value_error (mean square of value - return)
+            if the loss has these components. With routes, routing/missing and routing/flipped (shares of fed
+            tokens), routing/load_max and routing/load_entropy. Figures without any token are left out.
 
         Raises:
             RequestError: when a batch has reference_kl weights without reference log-probs, or value targets
@@ -170,11 +169,11 @@ class Learner:
         return totals
 
     def _in_step(self) -> AbstractContextManager[None]:
-        """Return a wait for a step of sharded training, in which ranks wait for each other in layers."""
+        """Return the context of a step. In sharded training, ranks wait for each other in every layer."""
         return nullcontext() if self._sharded is None else self.ranks.waiting("the step's layers")
 
     def _rank_batches(self, batches: Sequence[PackedBatch]) -> Iterator[PackedBatch]:
-        """Iterate over this rank's micro-batches, after which the gradient is the sum over all ranks."""
+        """Iterate over this rank's micro-batches. At the end, the gradients are summed over all ranks."""
         parameters = self.optimizer.parameters
         if self._sharded is None:
             rank_batches = self.ranks.distribute(batches, list(parameters.values()))
@@ -211,7 +210,7 @@ class Learner:
             return states.new_zeros(())
         if self.critic is None:
             raise RequestError(
-                "the batch has value targets but the learner no critic",
+                "the batch has value targets, but the learner has no critic",
                 remedy="pass Learner(..., critic=Critic(hidden_size))",
             )
         assert batch.old_values is not None and batch.returns is not None
@@ -220,7 +219,7 @@ class Learner:
         return losses.value(values, batch.old_values, batch.returns, batch.value, batch.value_clip)
 
     def _add_gap_figures(self, batch: PackedBatch, logprobs: Tensor, figures: Figures) -> None:
-        """Measure the distance between the learner and the policy that sampled."""
+        """Add the figures of the distance between the learner and the policy that sampled."""
         if batch.policy_gradient is None:
             return
         difference = batch.sampler_logprobs - logprobs
@@ -352,9 +351,10 @@ def token_logprobs(decoder: Decoder, batch: PackedBatch) -> Tensor:
 def target_logprobs(
     decoder: Decoder, batch: PackedBatch, states: Tensor, *, learn_entropy: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probs (differentiable) and entropies float32[M] of the learned tokens.
+    """Return log-probs (differentiable) and entropies of the learned tokens, float32[M] each.
 
     Args:
+        states: float[M, d], the hidden states that predict the learned tokens.
         learn_entropy: whether entropies carry a gradient too, which takes another pass over the logits.
     """
 

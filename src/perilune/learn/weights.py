@@ -48,8 +48,9 @@ class Surrogate:
         ratio: "token": pi(token) / pi_old(token); "sequence": the geometric mean of an episode's token
             ratios, with a gradient for each token (GSPO, arXiv 2507.18071, eq. 14);
             "sequence-product": their product, the ratio of the whole answer (RLOO, arXiv 2402.14740).
-        clip: "gain": -min(ratio w, clipped ratio w) as in PPO; a token outside the bounds has no gradient.
-            "weight": -w sg(clipped ratio) log pi as in CISPO; every token keeps a bounded gradient.
+        clip: "gain": -min(ratio w, clipped ratio w) as in PPO; a token whose ratio is beyond the bound in the
+            direction of w has no gradient. "weight": -w sg(clipped ratio) log pi as in CISPO; every token
+            keeps a bounded gradient.
         low, high: bounds of the ratio itself, not of its distance from 1.
         dual: with "gain", the loss of a token with w < 0 is at most -dual * w (arXiv 1912.09729, eq. 5).
         kl: estimate of the KL to the reference, x = log pi - log pi_ref. "k3": exp(-x) - 1 + x, with the
@@ -76,7 +77,7 @@ class ValueTargets:
     Attributes:
         component: the weights w and their denominator.
         returns, values: float32[T] per episode: the targets, and the predictions before the update.
-        clip: predictions that move further than this from `values` have no gradient.
+        clip: a prediction that has moved towards its return by more than this from `values` has no gradient.
     """
 
     component: Component
@@ -97,7 +98,7 @@ class WeightedGroup:
         entropy: the token loss is -w times the entropy; w includes the coefficient.
         surrogate: the same for all groups of an optimizer step.
         value: targets of a critic, if the algorithm has one.
-        proximal: float32[T] per episode: log-probs of pi_old if that is not the sampling policy.
+        proximal: float32[T] per episode: log-probs of pi_old, if pi_old is not the sampling policy.
         advantages: float32[G] for reports (the mean over tokens if they differ within an episode), NaN for
             a failed episode; None if the algorithm has no advantages.
         dead: the rewards are equal, so the group gives no gradient, or with PPO only noise.
@@ -118,7 +119,7 @@ class WeightedGroup:
 
     @property
     def components(self) -> dict[str, Component]:
-        """Those of the `COMPONENTS` that the group has."""
+        """The loss components that the group has, by their names in `COMPONENTS`."""
         parts = {name: getattr(self, name) for name in COMPONENTS if getattr(self, name) is not None}
         return parts | ({"value": self.value.component} if self.value is not None else {})
 
@@ -167,7 +168,7 @@ Scale = Sequence[float | NDArray[np.float64]] | NDArray[np.float64]
 def aggregate(
     group: Sequence[Episode], scale: Scale, mode: Aggregation, *, constant: int | None = None
 ) -> Component:
-    """Spread one number per episode, or per token, over tokens so that the batch loss is the named mean.
+    """Spread one number per episode, or per token, over tokens, so that the batch loss is the mean `mode`.
 
     Episodes whose scale is NaN (failures) have no weight and no share of the denominator. Tokens that the
     policy did not sample (loss_mask False) have no weight and are not counted.
