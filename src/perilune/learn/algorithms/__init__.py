@@ -51,7 +51,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {**RL_ALGORITHMS, "sft": SFT}
 
 
 RLAlgorithm = Annotated[_Section, NameOrSection(RL_ALGORITHMS), OrExtension(RL_ALGORITHMS), CodeReference()]
-"""Type of a field that holds an algorithm: `grpo`, `{name: grpo, clip_high: 0.2}`, or one of a user."""
+"""Type of a field that holds an algorithm: `grpo`, `{name: grpo, clip_high: 0.2}`, or a user's algorithm."""
 
 
 def algorithm(name: str, **options: Any) -> Algorithm:

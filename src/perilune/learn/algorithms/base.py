@@ -43,7 +43,7 @@ class StepContext:
     """The context of a step that algorithms need besides its groups.
 
     Attributes:
-        max_tokens: token limit of a completion, constant within a run.
+        max_tokens: token limit of an episode after its prompt, constant within a run.
         kl: coefficient of the KL to the reference policy; 0 omits the component.
         kl_estimator: how the KL is estimated.
         step: number of steps completed before this one.
@@ -59,7 +59,7 @@ class StepContext:
     memory: dict[str, Any] = field(default_factory=dict)
 
     def signal(self, name: Signal, episode: Episode) -> NDArray[np.float64]:
-        """Return a signal of one episode, float64[T]; 0 if it failed or the policy sampled no token of it.
+        """Return a signal of one episode, float64[T]; 0 if the episode failed or has no sampled token.
 
         Raises:
             ValueError: when the signal is missing or does not have one value per token.
@@ -81,10 +81,11 @@ class Algorithm(Frozen):
     """Base of all algorithms. Subclasses override `weight_group`, or `weight_groups` to compare groups.
 
     Attributes:
-        compares: the episodes that a reward is compared with, for the report.
-        centred: whether the advantages of a group must add up to 0; the run stops if they do not.
+        compares: the episodes with which a reward is compared, for the report and the checks.
+        centred: whether the advantages of a group must add up to 0. If they do not, the run stops.
         takes_step_rewards: whether the algorithm includes process rewards in its returns.
-        sparse: whether an advantage may leave out most tokens of its answer; if not, the run stops.
+        sparse: whether most tokens of an answer may have no weight although its advantage is not 0. If this
+            is False, such an answer stops the run.
         takes_any_reward: whether rewards may be arbitrary numbers, including negative ones.
     """
 
@@ -108,7 +109,7 @@ class Algorithm(Frozen):
 
     @property
     def least_samples(self) -> int:
-        """The smallest group that the algorithm can compare."""
+        """The smallest group size with which the algorithm can learn."""
         return 2
 
     def weight_groups(self, groups: Sequence[Group], context: StepContext) -> list[WeightedGroup]:
@@ -130,7 +131,7 @@ class Algorithm(Frozen):
 
 
 class PolicyGradient(Algorithm):
-    """An algorithm that spreads advantages over tokens. Subclasses define the surrogate."""
+    """Base of algorithms that spread advantages over tokens. Subclasses define the surrogate."""
 
     aggregation: Aggregation = Field("token-mean", description="how token losses are averaged")
     mask_truncated: bool = Field(
@@ -158,9 +159,10 @@ class PolicyGradient(Algorithm):
         """Spread advantages over tokens, and add the reference KL and the entropy bonus.
 
         Args:
-            scores: [G], NaN for an episode to leave out.
-            advantages: [G], or float64[T] per episode.
+            scores: float64[G], NaN for an episode to leave out.
+            advantages: float64[G], or float64[T] per episode.
             dead: whether the group gives no gradient; by default, whether all scores are equal.
+            figures: further figures of the group.
         """
         learned = self.learned(group, scores)
         scale = [np.nan if np.isnan(score) else a for a, score in zip(advantages, scores, strict=True)]
@@ -196,7 +198,7 @@ def _mean(advantage: float | NDArray[np.float64], episode: Episode) -> float:
 
 
 class ClippedPolicyGradient(PolicyGradient):
-    """Advantages under PPO's clipped objective."""
+    """Base of algorithms with PPO's clipped objective."""
 
     clip_low: float = Field(0.2, gt=0, lt=1, description="clip ratios below 1 - clip_low")
     clip_high: float = Field(0.28, gt=0, description="clip ratios above 1 + clip_high")

@@ -1,10 +1,10 @@
 """DGPO: GRPO that gives more of an answer's advantage to uncertain tokens far from the reference.
 
 arXiv 2605.03327, following independent implementations. A token's deviation d is the squared Hellinger
-distance between its distribution and the reference's. Its uncertainty h is the entropy divided by log V. A
-token's weight is the softmax of d h^kappa / tau over the answer, times the answer's length, so the weights of
-an answer have mean 1. d and h are computed once a step, with the weights at its beginning, and carry no
-gradient.
+distance between the policy's distribution and the reference's. The uncertainty h is the entropy of the
+policy's distribution, divided by log V. A token's weight is the softmax of d h^kappa / tau over the answer,
+times the answer's length, so the weights of an answer have mean 1. d and h are computed once a step, by the
+policy at its beginning, and carry no gradient.
 """
 
 from typing import ClassVar, Literal

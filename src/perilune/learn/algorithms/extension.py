@@ -13,16 +13,16 @@ from perilune.errors import RequestError
 from perilune.extensions import ALGORITHM_GROUP, CODE_SCHEMA, is_file_reference, load_extension
 from perilune.learn.algorithms.base import Algorithm
 
-_LOADED: dict[type[Algorithm], tuple[str, str | None]] = {}  # the name and the text of each loaded class
+_LOADED: dict[type[Algorithm], tuple[str, str | None]] = {}  # name and source text of each loaded class
 
 
 class OrExtension:
     """Annotation of a union of sections with a `name`: it also reads the sections of users' algorithms.
 
-    The section {name, source, ...} becomes an instance of the class, and is written as that section again.
+    A section {name, source, ...} becomes an instance of the class, which is serialized as the same section.
 
     Args:
-        names: of the sections in the union, which no extension replaces.
+        names: names of the sections in the union, which no extension can replace.
     """
 
     def __init__(self, names: Collection[str]) -> None:

@@ -17,11 +17,11 @@ from perilune.learn.weights import WeightedGroup, rewards
 
 
 class Turn(NamedTuple):
-    """A turn of an episode of a group.
+    """A turn of an episode.
 
     Attributes:
-        episode: index in the group.
-        start, stop: its tokens in `token_ids`.
+        episode: index of the episode in the group.
+        start, stop: the range of the turn's tokens in `token_ids`.
         observation: the prompt of the first turn, or the environment's tokens before a later turn.
         value: discounted sum of rewards from this turn on.
     """
@@ -37,8 +37,8 @@ class GiGPO(ClippedPolicyGradient):
     """A = A_episode + turn_weight * A_turn, for all tokens of a turn.
 
     A_episode is GRPO's advantage. A_turn compares the discounted return from the turn with those of all turns
-    of the group that follow the same observation (the paper's anchor state). It is 0 where no other turn
-    does, so the algorithm equals GRPO in environments whose observations never repeat.
+    of the group that follow the same observation (the paper's anchor state). A_turn is 0 if no other turn
+    follows that observation, so GiGPO equals GRPO in environments whose observations never repeat.
     """
 
     centred: ClassVar[bool] = False

@@ -14,11 +14,11 @@ from perilune.learn.weights import Aggregation, Surrogate, WeightedGroup, reward
 
 
 class GroupRelative(PolicyGradient):
-    """An algorithm whose advantages depend only on the rewards of the group."""
+    """Base of algorithms whose advantages depend only on the rewards of the group."""
 
     @abstractmethod
     def advantages(self, scores: Rewards) -> Rewards:
-        """Return [G] advantages of [G] rewards; NaN stays NaN."""
+        """Return the advantages float64[G] of rewards float64[G]; NaN stays NaN."""
 
     def weight_group(self, group: Group, context: StepContext) -> WeightedGroup:
         scores = rewards(group)
@@ -41,8 +41,9 @@ class GRPO(GroupRelative, ClippedPolicyGradient):
 class DrGRPO(GroupRelative, ClippedPolicyGradient):
     """A = r - mean; each sequence is summed and divided by the token limit.
 
-    Liu et al., arXiv 2503.20783. Without the division by the group's standard deviation all tasks have the
-    same weight; without the division by the response's length all tokens do. Equal to RLOO up to a constant.
+    Liu et al., arXiv 2503.20783. Without the division by the group's standard deviation, all tasks have the
+    same weight. Without the division by the answer's length, all tokens have the same weight. Equal to RLOO
+    up to a constant.
     """
 
     name: Literal["dr_grpo"] = Field("dr_grpo", description="name of the algorithm")
@@ -108,8 +109,8 @@ class GSPO(GroupRelative, ClippedPolicyGradient):
     """GRPO's advantages with one ratio per answer, averaged over answers.
 
     Zheng et al., arXiv 2507.18071. The ratio is the geometric mean of the token ratios and is clipped for
-    the whole answer, so the noise of single tokens (above all with a mixture of experts) does not decide.
-    Its bounds are therefore a thousand times closer to 1.
+    the whole answer, which averages the noise of single tokens (above all with a mixture of experts). The
+    ratio varies less than token ratios, so its bounds are about a thousand times closer to 1.
     """
 
     name: Literal["gspo"] = Field("gspo", description="name of the algorithm")

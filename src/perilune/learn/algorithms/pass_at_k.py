@@ -13,16 +13,22 @@ from perilune.metrics.pass_at_k import pass_at_k
 
 
 def sample_worth(right: bool, n: int, others_right: int, k: int) -> float:
-    """Return k/n for a right answer, and k/n pass@(k-1) of the others for a wrong one."""
+    """Return the worth of an answer in `PKPO`.
+
+    Args:
+        n: number of scored answers of the group.
+        others_right: number of right answers among the other n - 1.
+    """
     return k / n * (1.0 if right else pass_at_k(n - 1, others_right, k - 1) if k > 1 else 0.0)
 
 
 class PKPO(ClippedPolicyGradient):
     """A = n (worth - baseline); each sequence is summed and divided by the token limit.
 
-    Walder and Karkhanis, arXiv 2505.15201. Of n samples, a right one has worth k/n and a wrong one k/n *
-    pass@(k-1) of the other n - 1. The sum over the group has the gradient of pass@k, without bias. The
-    baseline is k/n * pass@k of the other n - 1 samples, which adds no bias; with k = 1 this is RLOO.
+    Walder and Karkhanis, arXiv 2505.15201. Among n samples, the worth of a right one is k/n, and that of a
+    wrong one is k/n * pass@(k-1) of the other n - 1 samples. The sum over the group is an unbiased estimate
+    of the gradient of pass@k. The baseline, k/n * pass@k of the other n - 1 samples, adds no bias. With k = 1
+    this is RLOO.
     """
 
     takes_any_reward: ClassVar[bool] = False
@@ -42,7 +48,7 @@ class PKPO(ClippedPolicyGradient):
         return self.weight_tokens(group, scores, self.advantages(right), context, dead=is_dead(right))
 
     def advantages(self, right: Rewards) -> Rewards:
-        """Return advantages [G] from 1 (right), 0 (wrong) or NaN; failures may reduce k."""
+        """Return advantages float64[G] from 1 (right), 0 (wrong) or NaN (failed). Failures may reduce k."""
         n = int((~np.isnan(right)).sum())
         if is_dead(right):
             return np.where(np.isnan(right), np.nan, 0.0)
@@ -56,9 +62,9 @@ class PKPO(ClippedPolicyGradient):
 class PassAtKTraining(ClippedPolicyGradient):
     """A+ = (1 - R) / sd;  A- = (1 - R - C(wrong - 1, k - 1) / C(n - 1, k - 1)) / sd; their sum is 0.
 
-    arXiv 2508.10751. An answer's advantage is its mean over all groups of k that can be drawn from n samples.
-    A drawn group is right when it contains a right answer. Its reward is standardized over all C(n, k)
-    groups, whose mean is R and whose standard deviation is sd = sqrt(R (1 - R)).
+    arXiv 2508.10751. From n samples, C(n, k) groups of k can be drawn. A drawn group has reward 1 if it
+    contains a right answer, else 0. These rewards have mean R and standard deviation sd = sqrt(R (1 - R)),
+    with which they are standardized. An answer's advantage is the mean over all drawn groups that contain it.
     """
 
     takes_any_reward: ClassVar[bool] = False
@@ -78,7 +84,10 @@ class PassAtKTraining(ClippedPolicyGradient):
         return self.weight_tokens(group, scores, advantages, context, dead=not np.nansum(np.abs(advantages)))
 
     def advantages(self, right: Rewards) -> Rewards:
-        """Return advantages [G] from 1 (right), 0 (wrong) or NaN; 0 if all groups of k are equal."""
+        """Return advantages float64[G] from 1 (right), 0 (wrong) or NaN (failed).
+
+        They are 0 if all groups of k have the same reward.
+        """
         n, c = int((~np.isnan(right)).sum()), int(np.nansum(right))
         k = min(self.k, n)
         mean = pass_at_k(n, c, k) if n else 0.0

@@ -2,8 +2,8 @@
 
 Schulman et al., arXiv 1707.06347 and 1506.02438. The critic (`learn.critic`) reads the value from the
 decoder's hidden state. Advantages are computed by GAE and whitened over the batch; the critic's targets are
-the returns before whitening. If all rewards of the batch are equal, the advantages are errors of the critic,
-which whitening enlarges; then all its groups count as dead.
+the returns before whitening. If all rewards of a batch are equal, the advantages are only errors of the
+critic, which whitening enlarges. All groups of such a batch count as dead.
 """
 
 from collections.abc import Sequence

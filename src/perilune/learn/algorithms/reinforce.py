@@ -1,6 +1,7 @@
 """REINFORCE++: each token's reward-to-go is whitened over all tokens of the batch, whatever their prompt.
 
-Hu et al., arXiv 2501.03262. The paper subtracts the KL to the reference from the rewards; here it is a loss.
+Hu et al., arXiv 2501.03262. The paper subtracts the KL to the reference from the rewards. Here, the KL is a
+loss by default; `kl_estimator: k1_reward` subtracts it as the paper does.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,10 @@ from perilune.learn.weights import WeightedGroup, rewards
 
 
 class ReinforcePP(ClippedPolicyGradient):
-    """A = (G - mean) / std over the batch's tokens, G_t = r_t + gamma G_{t+1}. Needs no group."""
+    """A = (G - mean) / std over the batch's tokens, G_t = r_t + gamma G_{t+1}.
+
+    One sample per task is enough.
+    """
 
     compares: ClassVar[Literal["group", "batch", "nothing"]] = "batch"
     takes_step_rewards: ClassVar[bool] = True
@@ -28,7 +32,7 @@ class ReinforcePP(ClippedPolicyGradient):
         return 1
 
     def outcomes(self, scores: Rewards) -> Rewards:
-        """Return the [G] outcome rewards of a group's answers."""
+        """Return the outcome rewards float64[G] of a group's answers."""
         return scores
 
     def weight_groups(self, groups: Sequence[Group], context: StepContext) -> list[WeightedGroup]:

@@ -2,8 +2,8 @@
 
 Kimi K2.5, arXiv 2602.02276. In a short phase r becomes r * 1[group's mean < threshold or length <= budget],
 so length matters only for tasks that are solved often. A task's budget is a percentile of the lengths of its
-right answers; it is set the first time there are any, and then fixed. The paper's constants are not
-published.
+right answers, in the first group that has right answers. Later groups do not change the budget. The paper's
+constants are not published.
 """
 
 from typing import ClassVar, Literal
