@@ -12,6 +12,7 @@ from typing import Any
 from perilune.sandbox.confinement import confine, forbid_processes
 from perilune.sandbox.limits import allow_cpu
 
+# Audit events of Python that a scorer has no reason to raise, see `_refuse`.
 _EVENTS = """
 ctypes.dlopen ctypes.dlsym os.chmod os.chown os.exec os.fork os.forkpty os.kill os.killpg os.link os.mkdir
 os.posix_spawn os.remove os.rename os.rmdir os.setxattr os.spawn os.startfile os.symlink os.system os.truncate
@@ -32,7 +33,7 @@ class ScorerLimits:
         batch_seconds: wall clock for one call of `score`; None for no limit.
         memory_bytes: address space beyond that of the built environment.
         open_files: file descriptors beyond those of the built environment.
-        answer_bytes: maximum size of one outcome in transit, and of standard error.
+        answer_bytes: maximum size of one answer of the process, and of its standard error.
     """
 
     start_seconds: float = 60.0
@@ -40,16 +41,15 @@ class ScorerLimits:
     batch_seconds: float | None = None
     memory_bytes: int = 1 << 30
     open_files: int = 32
-    answer_bytes: int = 1 << 24  # all questions of one ask_all about a million tokens fit
+    answer_bytes: int = 1 << 24  # room for the questions of one `ask_all` about a million tokens
 
 
 class Confinement:
-    """Confines this process and its children for good.
-
-    The audit hook refuses only while `armed`, which is while a scorer runs.
+    """Confines this process and its children permanently.
 
     Attributes:
-        missing: walls that this machine's kernel does not provide.
+        armed: whether the audit hook refuses operations; True while a scorer runs.
+        missing: protections that this machine's kernel does not provide (`perilune.sandbox.confinement`).
     """
 
     def __init__(self, limits: ScorerLimits) -> None:

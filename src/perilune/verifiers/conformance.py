@@ -53,7 +53,13 @@ Player = Callable[[Observation, int], str]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A requirement that an environment does not meet. `task_id` is empty if no single task shows it."""
+    """A requirement that an environment does not meet.
+
+    Attributes:
+        check: the requirement.
+        task_id: the task that shows the problem; empty if the problem is not that of one task.
+        what: the problem.
+    """
 
     check: str
     task_id: str
@@ -73,7 +79,7 @@ class Conformance:
     findings: list[Finding] = field(default_factory=list)
 
     def expect(self, check: str, task: Task | None, holds: bool, what: str) -> bool:
-        """Record the result of one check, and return it."""
+        """Record whether the requirement `check` holds, and return `holds`; `what` describes a problem."""
         self.checked[check] += 1
         if not holds:
             self.findings.append(Finding(check, task.task_id if task else "", what))
@@ -97,6 +103,9 @@ def check_environment(
     """Play some training tasks of the environment in `section` with right, wrong and random answers.
 
     Untrusted code runs in the scorer's process, as in a stage.
+
+    Args:
+        tasks: number of tasks to play.
 
     Raises:
         RequestError: if the section is wrong, or the environment has no training tasks.
@@ -230,7 +239,7 @@ def _play(sessions: Sessions, environment: Environment, task: Task, seed: int, p
 def _check_invalid(
     result: Conformance, task: Task, name: str, played: _Episode, baseline: Outcome | None
 ) -> None:
-    """Check that a single player does not gain by refusing to play."""
+    """Check that a single player gets no more reward for invalid actions than for random legal ones."""
     if isinstance(played.outcome, Score) and isinstance(baseline, Score) and len(played.rewards) == 1:
         reward, what = played.outcome.reward, "invalid actions pay no more than legal ones"
         result.expect(

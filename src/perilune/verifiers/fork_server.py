@@ -1,7 +1,7 @@
 """A process that builds an environment once and forks a worker for each batch. No worker outlives its batch.
 
-The server never sees an answer of a policy, because each worker has its own socket to the scorer. Whatever an
-answer does to the worker that scores it ends with that worker.
+The server never sees an answer of a policy, because each worker has its own socket to the scorer. Any change
+that an answer makes to a worker ends with that worker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class ForkServer:
-    """The server. It starts at once; `open` waits until it has built the environment."""
+    """The server process, which starts at once. `open` waits until it has built the environment."""
 
     def __init__(self, spec: Mapping[str, Any], limits: ScorerLimits) -> None:
         self._limits = limits
@@ -75,7 +75,7 @@ class ForkServer:
         """Kill a worker if it is still running, and return its exit code.
 
         Raises:
-            BrokenChannelError: if the server has ended, and its workers with it.
+            BrokenChannelError: if the server has ended, which also ends its workers.
         """
         self._channel.send({"end": process})
         status = self._channel.receive(_END_TIMEOUT_S)["status"]
@@ -90,7 +90,7 @@ class Worker(Line):
     """A process that was forked for one batch.
 
     Attributes:
-        process_id: 0 after it has ended.
+        process_id: the worker's process id; 0 after `exit_code` or `close`.
     """
 
     def __init__(self, server: ForkServer, answer_bytes: int) -> None:
@@ -102,7 +102,7 @@ class Worker(Line):
         try:
             self.exit_code()
         except BrokenChannelError:
-            pass  # the server has ended, too
+            pass  # the server has ended, and the worker with it
         finally:
             super().close()
 

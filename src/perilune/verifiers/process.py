@@ -1,4 +1,4 @@
-"""A process that runs an environment's code. It is replaced when it breaks, losing only work in progress."""
+"""A process that runs an environment's code. If it breaks, it is replaced. Only work in progress is lost."""
 
 import logging
 import math
@@ -16,7 +16,7 @@ from perilune.verifiers.confinement import ScorerLimits
 from perilune.verifiers.fork_server import PROCESS_NAME, ForkServer, Worker
 
 CHUNK_CALLS = 64  # calls sent together
-RESCORE_INTERVAL_BATCHES = 4  # batches, on average
+RESCORE_INTERVAL_BATCHES = 4  # average number of batches from one rescored answer to the next
 MAX_STARTS = 3  # attempts to start a server that is killed from outside
 _INCONSISTENT = (
     "the scorer gave one answer %s in a batch and %s in a separate process; from now on every answer is"
@@ -36,11 +36,11 @@ class Call(Protocol):
 
     @property
     def is_verdict(self) -> bool:
-        """True if it scores a whole transcript, independent of earlier calls."""
+        """True if the call scores a whole transcript, independently of earlier calls."""
 
     @property
     def steps(self) -> int:
-        """The number of steps, each of which has the time limit of an item. Read before `document`."""
+        """The number of environment steps. Each has the time limit of an item. Read before `document`."""
 
     def document(self, generation: int) -> Mapping[str, Any]:
         """Return the request, for the worker of that generation."""
@@ -57,12 +57,12 @@ class EnvironmentProcess:
     """One environment, built once, and a worker for each batch of calls. A worker that breaks is replaced.
 
     A worker that scores transcripts has scored nothing before its batch. If a batch has a higher mean reward
-    than all before, and for one in four of the other batches at random, one rewarded answer is scored again
-    by a separate worker. If the two outcomes differ, an answer may have changed the worker, or the scorer is
-    not deterministic. Then, and in all later batches, every answer gets its own worker.
+    than all earlier ones, and for one in four of the other batches at random, a separate worker scores one
+    rewarded answer again. If the two outcomes differ, an answer may have changed the worker, or the scorer is
+    not deterministic. Every answer of this batch and of all later batches then gets its own worker.
 
     Attributes:
-        generation: number of the worker that holds sessions. A worker's state is lost with it.
+        generation: number of the worker that holds the sessions. When it is replaced, its state is lost.
         restarts: number of workers that broke.
         isolates_answers: whether every answer gets its own worker.
     """
@@ -70,13 +70,13 @@ class EnvironmentProcess:
     def __init__(self, spec: Mapping[str, Any], limits: ScorerLimits, *, rescores: bool = True) -> None:
         self.generation = self.restarts = 0
         self.isolates_answers = False
-        self._spec = with_absolute_paths(spec, lambda _: Path.cwd())  # it has its own working directory
+        self._spec = with_absolute_paths(spec, lambda _: Path.cwd())  # the server changes its directory
         self._limits, self._rescores = limits, rescores
         self._server: ForkServer | None = ForkServer(self._spec, limits)
         # The worker of all sessions; if the environment is not confined, the worker of all calls.
         self._session_worker: Worker | None = None
         self._sessions = 0
-        self._highest_mean = -math.inf  # mean reward of a batch so far
+        self._highest_mean = -math.inf  # highest mean reward of a batch so far
 
     def ask(self, calls: Sequence[Call], deadline: float = math.inf) -> list[Any]:
         """Make calls in order. Return the result of each call's `read`, or a Failure of its boundary.
@@ -106,11 +106,11 @@ class EnvironmentProcess:
         return outcomes
 
     def begin_sessions(self, count: int) -> None:
-        """Count sessions that begin. They share one worker."""
+        """Add to the number of open sessions, which share one worker."""
         self._sessions += count
 
     def end_sessions(self, count: int) -> None:
-        """Count sessions that have ended. The worker ends with the last of them."""
+        """Subtract from the number of open sessions. The worker of confined sessions ends with the last."""
         self._sessions -= count
         if self._sessions <= 0 and self._session_worker is not None and self._is_confined():
             self._session_worker.close()
@@ -118,7 +118,7 @@ class EnvironmentProcess:
             self.generation += 1
 
     def close(self) -> None:
-        """End the process. The next call starts another."""
+        """End the process. The next call starts a new one."""
         if self._server is not None:
             self._server.close()
         self._server = self._session_worker = None
@@ -134,7 +134,11 @@ class EnvironmentProcess:
         return [self._ask_one_worker([call], deadline)[0] for call in calls]
 
     def _ask_one_worker(self, calls: Sequence[Call], deadline: float, *, is_kept: bool = False) -> list[Any]:
-        """Make the calls in order in one worker, which is replaced after each call that breaks it."""
+        """Make the calls in order in one worker, which is replaced after each call that breaks it.
+
+        Args:
+            is_kept: whether to use the worker of sessions, and keep it after the calls.
+        """
         results: list[Any] = []
         worker = self._session_worker if is_kept else None
         try:
@@ -159,7 +163,7 @@ class EnvironmentProcess:
                 worker.close()
 
     def _ask_chunk(self, worker: Worker, calls: Sequence[Call], deadline: float) -> tuple[list[Any], bool]:
-        """Return the results up to and including a call that breaks the worker, and whether one did."""
+        """Return the results, up to and including a call that breaks the worker, and whether a call did."""
         results: list[Any] = []
         seconds = [self._limits.item_seconds * call.steps for call in calls]
         worker.send({"items": [call.document(self.generation) for call in calls]})

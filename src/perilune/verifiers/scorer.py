@@ -21,8 +21,8 @@ Item = tuple[Task, Transcript]
 class Scorer:
     """Runs an environment's scorer in separate, confined processes, with a time limit per item.
 
-    A server process builds the environment and forks a worker for each batch. A worker that hangs, dies,
-    floods or sends malformed answers is killed and replaced. Its current item becomes a Failure of the
+    A server process builds the environment and forks a worker for each batch. A worker that hangs, dies, or
+    sends too much or malformed data is killed and replaced. Its current item becomes a Failure of the
     verifier; other items are not affected.
 
     Args:
@@ -30,7 +30,7 @@ class Scorer:
         limits: time and resource limits. By default the time limit of an item is `episodes.seconds`.
         workers: number of processes that share a batch.
         rescores: whether to score some answers again, and to isolate answers from each other once two scores
-            differ. An audit does not, because it looks for such scorers.
+            differ. An audit sets False, because it looks for scorers whose scores differ.
 
     Attributes:
         settings: the episode settings of the section.
@@ -65,7 +65,7 @@ class Scorer:
         return sum(process.restarts for process in self.processes)
 
     def score(self, items: Sequence[Item]) -> list[Outcome]:
-        """Score items. Returns one outcome per item, in order.
+        """Return the outcomes of the items, in order.
 
         Raises:
             RequestError: if the environment's section is wrong.
@@ -98,7 +98,7 @@ class ScoreCall:
 
     @property
     def steps(self) -> int:
-        """The number of actions, all of which scoring replays."""
+        """The number of actions in the transcript, all of which scoring replays."""
         return 1 + len(self.transcript.earlier)
 
     def document(self, generation: int) -> Mapping[str, Any]:

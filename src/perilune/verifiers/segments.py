@@ -1,8 +1,8 @@
 """Splits an answer into segments, so that each can get its own share of the credit.
 
-Boundaries lie between tokens and never inside a code block or a formula. Only the reasoning is split. It ends
-where the answer begins or where the right answer is first written, because from there on a value would reward
-copying. The last segment extends from there to the end.
+Boundaries lie between tokens and never inside a code block or a formula. Only the reasoning is split. The
+reasoning ends where the answer begins or where the right answer is first written, because after that a value
+would reward copying. The last segment extends from there to the end.
 """
 
 import re
@@ -51,7 +51,7 @@ def segment_boundaries(
     Args:
         pieces: [T], the bytes of each token; empty for control tokens.
         logprobs: float32[T], log-probabilities of the sampled tokens.
-        stop: tokens of reasoning, from `end_of_reasoning`. It is itself a boundary unless it is 0 or T.
+        stop: number of tokens of reasoning (`end_of_reasoning`); also a boundary, unless it is 0 or T.
     """
     ends = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces], dtype=np.int64)])
     text = b"".join(pieces)
@@ -64,7 +64,7 @@ def segment_boundaries(
 
 
 def end_of_reasoning(pieces: Sequence[bytes], opens: Sequence[str], forms: Sequence[str]) -> int:
-    """Return the number of tokens before the answer or the first mention of the right one; T without both.
+    """Return the number of tokens before the answer or the first mention of the right answer; else T.
 
     Args:
         pieces: [T], the bytes of each token.
@@ -88,7 +88,12 @@ def end_of_reasoning(pieces: Sequence[bytes], opens: Sequence[str], forms: Seque
 def spread_over_tokens(
     ends: Sequence[int], values: Sequence[float] | NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return float64[T], the segment value of each token. `ends` are token counts; the last is T."""
+    """Return float64[T], the value of each token's segment.
+
+    Args:
+        ends: the number of tokens up to the end of each segment; the last is T.
+        values: one value for each segment.
+    """
     lengths = [after - before for before, after in pairwise([0, *ends])]
     return np.repeat(np.asarray(values, dtype=np.float64), lengths)
 
@@ -101,7 +106,7 @@ def _find_protected_spans(text: bytes) -> list[tuple[int, int]]:
 def _find_candidates(
     text: bytes, ends: NDArray[np.int64], logprobs: NDArray[np.float32], stop: int, settings: SegmentSettings
 ) -> list[int]:
-    """Return the candidate boundaries, the best first or in order."""
+    """Return the candidate boundaries: the least likely tokens first with `surprise`, else in order."""
     if settings.cut == "length":
         return list(range(settings.least, stop, settings.least))
     if settings.cut == "surprise":
@@ -118,7 +123,7 @@ def _find_ends(separator: bytes, text: bytes) -> Iterator[int]:
 
 
 def _keep_apart(candidates: Sequence[int], stop: int, distance: int) -> list[int]:
-    """Return the candidates that keep a distance of `distance` from both ends and from earlier candidates."""
+    """Return the candidates at least `distance` tokens from both ends and from each accepted candidate."""
     cuts: list[int] = []
     for cut in candidates:
         if cut < stop and all(abs(cut - other) >= distance for other in (0, stop, *cuts)):
@@ -127,7 +132,7 @@ def _keep_apart(candidates: Sequence[int], stop: int, distance: int) -> list[int
 
 
 def _thin_out(cuts: Sequence[int], max_count: int, cut: str) -> list[int]:
-    """Return at most `max_count` boundaries: the best ones if sorted by quality, else evenly spaced ones."""
+    """Return at most `max_count` boundaries: the first ones with `surprise`, else evenly spaced ones."""
     if len(cuts) <= max_count or cut == "surprise":
         return list(cuts[:max_count])
     return [cuts[index] for index in np.linspace(-1, len(cuts), max_count + 2)[1:-1].round().astype(int)]

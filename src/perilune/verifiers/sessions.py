@@ -34,10 +34,11 @@ class RemoteSession:
     """A session in another process.
 
     Attributes:
-        result: the latest observation, or a Failure, which ends the session.
         is_held: whether a process holds the session. A single-turn session is only a transcript to score.
-        cut_off: numbers of the actions that a limit cut off.
-        generation: generation of the worker that holds it.
+        result: the latest observation, or a Failure, which ends the session.
+        actions: all actions so far.
+        cut_off: indices of the actions that a limit cut off.
+        generation: generation of the worker that holds the session.
     """
 
     number: int
@@ -55,7 +56,7 @@ class Sessions:
     """Opens, advances and closes many sessions of `environment` at a time.
 
     Args:
-        processes: run the sessions, in turn.
+        processes: the processes among which sessions are distributed.
     """
 
     def __init__(self, processes: Sequence[EnvironmentProcess], environment: Environment) -> None:
@@ -64,9 +65,10 @@ class Sessions:
         self._players = getattr(environment, "players", 1)
         self._count = 0
 
-    def open(self, games: Sequence[tuple[Task, int]]) -> list[RemoteSession]:
+    def open(self, tasks: Sequence[tuple[Task, int]]) -> list[RemoteSession]:
+        """Open a session for each task and seed."""
         sessions = []
-        for task, seed in games:
+        for task, seed in tasks:
             process = self._processes[self._count % len(self._processes)]
             is_held = getattr(find_part(self._environment, task), "max_turns", 1) > 1
             sessions.append(RemoteSession(self._count, task, seed, process, is_held))
@@ -77,10 +79,11 @@ class Sessions:
         return sessions
 
     def step(self, moves: Sequence[tuple[RemoteSession, Sequence[str], bool]]) -> None:
-        """Apply the actions of all turns that are due in each of these sessions, and set their `result`.
+        """Apply the actions of all due turns of each session, and set the session's `result`.
 
         Args:
-            moves: for each session, the actions and whether the first, the player's, was finished.
+            moves: for each session: the session, its actions, and False if a limit cut off the first action,
+                which is the player's own.
         """
         calls: list[Call] = []
         for session, actions, finished in moves:
@@ -103,7 +106,10 @@ class Sessions:
             process.end_sessions(sum(session.is_held for session in sessions if session.process is process))
 
     def _ask(self, calls: Sequence[Call], sessions: Sequence[RemoteSession]) -> None:
-        """Make the calls. A process gets its answers to score and its moves of held sessions apart."""
+        """Make the calls and set the sessions' results.
+
+        Each process gets the transcripts to score and the moves of held sessions in separate batches.
+        """
         for process, is_held in product(self._processes, (False, True)):
             pairs = [
                 (call, session)
@@ -122,7 +128,7 @@ class _Begin:
     session: RemoteSession
     players: int
     latest: int = 0  # number of actions of the last round
-    finished: bool = True
+    finished: bool = True  # False if the first action of the last round was cut off
     boundary: str = "environment"
     is_verdict: bool = False
 

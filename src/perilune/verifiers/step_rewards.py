@@ -1,9 +1,9 @@
 """Rewards of the steps of a trace: potential-based shaping, and returns relative to their mean.
 
-Shaping adds gamma Phi(after) - Phi(before) to the reward of each step (Ng, Harada and Russell 1999). If Phi =
-0 at the end, it adds -Phi(start) to every discounted return, whatever the actions, so the best policy does
-not change. Therefore the potential is clipped, never the difference, and the potential of the end is replaced
-by 0.
+Shaping adds gamma Phi(after) - Phi(before) to the reward of each step (Ng, Harada and Russell 1999). If Phi
+is 0 at the end, this adds -Phi(start) to every discounted return, whatever the actions, so the best policy
+does not change. Therefore the potentials are clipped, not their differences, and the last potential is
+replaced by 0.
 """
 
 import math
@@ -30,7 +30,10 @@ def compute_shaping(potentials: StepValues, bounds: tuple[float, float], gamma: 
 
 
 def compute_centered_returns(rewards: StepValues, scale: float = 1.0, clip: float = math.inf) -> StepValues:
-    """Return float64[T]: clip((G - b) / scale) of each step's return G and their mean b (0 for one step)."""
+    """Return float64[T]: clip((G - b) / scale), with G the return of each step and b their mean.
+
+    For a single step, b is 0.
+    """
     returns = np.cumsum(rewards[::-1])[::-1]
     baseline = returns.mean() if len(returns) > 1 else 0.0
     return np.clip((returns - baseline) / scale, -clip, clip)

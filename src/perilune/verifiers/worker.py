@@ -35,7 +35,7 @@ from perilune.errors import RequestError
 from perilune.sandbox.control_socket import read_requests
 from perilune.verifiers.confinement import Confinement, ScorerLimits
 
-TEXT_CHECKSUM_KEY = "text_checksum"  # key of an answer: CRC-32 of the text that was scored
+TEXT_CHECKSUM_KEY = "text_checksum"  # key of an answer: CRC-32 of the texts that were scored
 _MAX_REASON_CHARS = 300
 
 
