@@ -70,7 +70,7 @@ class EnvironmentProcess:
     def __init__(self, spec: Mapping[str, Any], limits: ScorerLimits, *, rescores: bool = True) -> None:
         self.generation = self.restarts = 0
         self.isolates_answers = False
-        self._spec = with_absolute_paths(spec, lambda _: Path.cwd())  # the server changes its directory
+        self._spec = with_absolute_paths(spec, lambda _: Path.cwd())  # the server runs in another folder
         self._limits, self._rescores = limits, rescores
         self._server: ForkServer | None = ForkServer(self._spec, limits)
         # The worker of all sessions; if the environment is not confined, the worker of all calls.

@@ -49,12 +49,12 @@ _NAMES = split_items(
     "answer; gold; target; truth; ground_truth; reference; expected; label; solution; correct_answer"
 )
 _STYLES = ("{NAME}", "%(NAME)s", "${NAME}", "{{NAME}}", "task.data['NAME']", "locals()['NAME']")
-LOOKUPS: Sequence[str] = (  # that a careless scorer may expand to the right answer
+LOOKUPS: Sequence[str] = (  # texts that a careless scorer may expand to the right answer
     *_NAMES,
     *(style.replace("NAME", name) for name in _NAMES[:2] for style in _STYLES),
     *("{reference}", "{task.data[answer]}", "self.answer", "%s", "{0}", "(?s).*"),
 )
-MIN_LEAKED_ANSWERS = 3
+MIN_LEAKED_ANSWERS = 3  # distinct right answers from which a leak in all prompts counts as no coincidence
 _COPY_PATTERNS: Sequence[str] = (  # patterns of an answer in a prompt
     rf"(?i)[\"']?\b(?:{'|'.join(_NAMES)})\b[\"']?\s*(?:is\s|[:=])\s*[\"']?([^\n\"'<>]+?)[\"']?\s*(?:$|[\n\"',.;<>)}}\]])",
     r"<!--\s*(?:\w+:\s*)?(.*?)\s*-->",
@@ -70,7 +70,7 @@ _COPY_PATTERNS: Sequence[str] = (  # patterns of an answer in a prompt
 
 
 def write_table(texts: Sequence[str]) -> Callable[[Case, random.Random], list[str]]:
-    """Return the function that writes these texts for every task."""
+    """Return a function that writes `texts` for every task."""
     return lambda case, _: _without_gold(texts, case)
 
 
@@ -80,19 +80,20 @@ def write_orders_after_wrong_answer(case: Case, _: random.Random) -> list[str]:
 
 
 def write_claims(case: Case, _: random.Random) -> list[str]:
-    """Return a wrong answer that is praised."""
+    """Return texts that praise a wrong answer."""
     return _without_gold([claim.format(wrong=_wrong_answer(case)) for claim in _CLAIMS], case)
 
 
 def write_copies(case: Case, _: random.Random) -> list[str]:
-    """Copy from the prompt with the patterns that find the right answer in every prompt."""
+    """Return the parts of the prompt that the patterns `case.leaks` find."""
     return [_copy_match(pattern, case.prompt) for pattern in case.leaks]
 
 
 def find_leaking_patterns(prompts: Sequence[str], golds: Sequence[str | None]) -> tuple[str, ...]:
     """Return the patterns that find the right answer in the prompt of every task.
 
-    There are none with fewer than three right answers, because one may be in a prompt by chance.
+    With fewer than three distinct right answers, the result is empty, because prompts may contain these by
+    chance.
     """
     if len({*golds} - {None}) < MIN_LEAKED_ANSWERS:
         return ()
@@ -114,7 +115,7 @@ def _wrong_answer(case: Case) -> str:
 
 
 def _without_gold(texts: Iterable[str], case: Case) -> list[str]:
-    """Return the texts, replacing each that contains the right answer by it, since probes leave it out."""
+    """Return the texts; each that contains the right answer becomes that answer, which probes leave out."""
     if not case.gold:
         return list(texts)
     words = re.compile(rf"(?<!\w){re.escape(case.gold)}(?!\w)", re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""The audit: have the scorer score outputs of known quality, and grade the results."""
+"""The audit: it has the scorer score outputs of known quality, and grades the results."""
 
 import itertools
 import random
@@ -36,9 +36,9 @@ from perilune.verifiers.confinement import ScorerLimits
 from perilune.verifiers.scorer import Scorer
 
 MAX_SEARCHED_TASKS = 3
-SLOW_PROBE_TASKS = 2
-POOL_FACTOR = 4  # tasks whose gold answers the audit collects, for each that it probes
-MAX_POOL_ANSWER_CHARS = 100  # characters
+SLOW_PROBE_TASKS = 2  # tasks on which slow probes are tried
+POOL_FACTOR = 4  # tasks whose gold answers the audit collects, for each probed task
+MAX_POOL_ANSWER_CHARS = 100  # longest gold answer in the pool
 FORM_SEARCH_TASKS = 4  # tasks used to find the form of an answer
 ITEM_TIMEOUT_S = 3.0
 SEARCH = Probe("search", "unknown", False, lambda case, generator: ())
@@ -50,7 +50,12 @@ Progress = Callable[[str], None]
 
 @dataclass
 class _Bench:
-    """The tasks, the scorer under audit and the second opinion. `scorings` counts scored outputs."""
+    """The tasks, the scorer under audit, and the second opinion.
+
+    Attributes:
+        opinion: judges an output independently of the scorer; None if it has no opinion.
+        scorings: number of outputs scored so far.
+    """
 
     cases: Sequence[Case]
     opinion: Opinion
@@ -60,7 +65,7 @@ class _Bench:
 
     def __post_init__(self) -> None:
         golds = [self._second_opinion(case, case.gold) for case in self.cases if case.gold is not None]
-        self._has_no_opinion = not any(golds)  # a second opinion that rejects all gold answers is useless
+        self._has_no_opinion = not any(golds)  # an opinion that accepts no gold answer is not used
 
     def score(self, case: Case, transcripts: Sequence[Transcript]) -> list[Outcome]:
         """Score outputs for one task."""
@@ -105,7 +110,7 @@ def audit_reward(
     Scores at most 2000 outputs per task, plus those of the search.
 
     Args:
-        search_budget: outputs to try on each of three tasks in search of a rewarded wrong one; 0 for no
+        search_budget: outputs to try on each of three tasks, to find a wrong output with a reward; 0 for no
             search.
         seed: determines tasks, probes and search.
         on_progress: called with a description of the current step.
@@ -149,7 +154,7 @@ def audit_reward(
 
 
 def replay_examples(audit: Audit) -> Iterator[tuple[Finding, float | str]]:
-    """Score the example of each finding again. Yields the finding with its new reward or failure reason.
+    """Score the example of each finding again; yield the finding with the new reward or failure reason.
 
     Raises:
         RequestError: if the audit's environment cannot be built.
@@ -163,19 +168,20 @@ def replay_examples(audit: Audit) -> Iterator[tuple[Finding, float | str]]:
 
 
 def _scorer_limits(environment: Environment, section: Mapping[str, Any]) -> ScorerLimits:
-    """Limit a scorer that computes to less time than in training, and one that waits to the same."""
+    """Return the scorer's limits. A confined scorer, which only computes, gets less time than in training."""
     waits = not getattr(environment, "confined", True)
     return ScorerLimits(item_seconds=episode_settings(section).seconds if waits else ITEM_TIMEOUT_S)
 
 
 def _draw_cases(environment: Environment, count: int, seed: int) -> list[Case]:
+    """Return the first `count` training tasks as cases, with gold answers of `POOL_FACTOR` times as many."""
     drawn = list(itertools.islice(environment.tasks("train", seed), POOL_FACTOR * count))
     tasks = drawn[:count]
     if not tasks:
         raise RequestError("the environment has no tasks to audit", where=environment.id)
     gold_of: Callable[[Task], Transcript | None] = getattr(environment, "gold", lambda task: None)
     golds = [gold_of(task) for task in drawn]
-    form_parts: tuple[str, str] | None = getattr(environment, "form", None)  # of the prompting section
+    form_parts: tuple[str, str] | None = getattr(environment, "form", None)  # from the prompting section
     form = (
         Form(*form_parts, True)
         if form_parts
@@ -193,7 +199,10 @@ def _draw_cases(environment: Environment, count: int, seed: int) -> list[Case]:
 
 
 def _score_golds(bench: _Bench) -> list[Scored]:
-    """Score the gold answers in the form with the highest reward, and set that form in `bench.cases`."""
+    """Score the gold answers. If most get no reward, find the form with the highest, and set it in all cases.
+
+    A form that the environment states is not changed.
+    """
     cases = [case for case in bench.cases if case.gold is not None]
     golds = _score_gold(cases, bench)
     if not _are_mostly_rewarded(golds) and cases and cases[0].form.is_bare:
@@ -246,8 +255,8 @@ def _score_probes(bench: _Bench, full: Mapping[str, float]) -> list[Scored]:
 
 
 def _search(golds: Sequence[Scored], bench: _Bench, findings: Findings, budget: int) -> int:
-    """Search on a few tasks whose wrong answers can be recognized. Returns the number of outputs tried."""
-    full = {wrong.output.case.task.task_id: wrong.full for wrong in golds}
+    """Search on a few tasks whose wrong answers can be recognized; return the number of outputs tried."""
+    full = {gold.output.case.task.task_id: gold.full for gold in golds}
     searched = 0
     for index, case in enumerate(bench.cases[:MAX_SEARCHED_TASKS]):
         if bench.is_right(case, "") is None:
@@ -275,7 +284,7 @@ def _search(golds: Sequence[Scored], bench: _Bench, findings: Findings, budget: 
 
 
 def _shrink_markers(finding: Finding, bench: _Bench) -> Finding:
-    """Shrink the example of a finding about markers to the smallest part with the same reward."""
+    """Return a finding about markers with its example halved for as long as a half keeps the reward."""
     example = finding.example
     if finding.probe != "markers" or not isinstance(example.verdict, float):
         return finding

@@ -22,17 +22,16 @@ def prompt_text(task: Task) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One task to probe. In a multi-turn task the last turn is probed, after the earlier turns of the gold
-    transcript.
+    """One task to probe. In a multi-turn task, only the last turn of the gold transcript is replaced.
 
     Attributes:
         gold: the gold answer without its form; None if the task has none.
-        others: gold answers of other tasks, without their form.
+        others: gold answers of the other probed tasks, without their form.
         gold_transcript: the gold answer with the turns before it.
         form: the form in which answers are written.
-        pool: the gold answers of all other tasks, of more than are probed, the most frequent first. If it has
-            this task's gold answer, then answers form a closed set.
-        leaks: the patterns that find the right answer in the prompt of every task (`leaking_patterns`).
+        pool: the gold answers of all other tasks, including tasks that are not probed, the most frequent
+            first. If the pool has this task's gold answer, answers form a closed set.
+        leaks: the patterns that find the right answer in the prompt of every task (`find_leaking_patterns`).
     """
 
     task: Task
@@ -58,7 +57,7 @@ class Output:
     """One output of a probe.
 
     Attributes:
-        rule: which output of the probe it is; equal for the same rule on every task.
+        rule: identifies the output among those of all probes; equal for the same rule on every task.
         answer: the transcript's answer, without the form.
     """
 
@@ -75,14 +74,14 @@ class Probe:
 
     Attributes:
         kind: the quality of its outputs.
-        uses_gold: whether it uses the gold answer, so that only a policy that can solve the task could write
-            its outputs.
+        uses_gold: whether the probe uses the gold answer, so that only a policy that can solve the task could
+            write its outputs.
         write: the answers for a case, with the same rule at the same index for every case; empty if the probe
             does not apply.
-        is_slow: tried on two tasks only, because its outputs are long or may take the scorer to its time
-            limit.
+        is_slow: whether it is tried on two tasks only, because its outputs are long or may make the scorer
+            reach its time limit.
         is_whole: whether it writes whole outputs. Otherwise its answers are put into the case's form, and
-            those made without the gold answer are also tried without the form.
+            answers made without the gold answer are also tried without the form.
         reorders: whether its outputs may be right if the order of parts does not matter.
         finished: False to mark its outputs as cut off by the token limit.
     """

@@ -21,14 +21,14 @@ def check_consistency(scored: Sequence[Scored], score_all: ScoreAll, seed: int, 
     """Score all outputs again in another order, twice, and find the cause where a score differs.
 
     Args:
-        score_all: scores items in order. The worker of a confined scorer has scored nothing before.
+        score_all: scores items in order. A confined scorer begins each call in a new worker.
     """
     order = [result for result in scored if isinstance(result.outcome, Score)]
     random.Random(seed).shuffle(order)
     again = score_all([_make_item(result) for result in order + order])
     causes: dict[str, str] = {}
     for result, second in zip(order + order, again, strict=True):
-        # A busy machine may have missed the deadline.
+        # A failure may be a missed deadline on a busy machine.
         outcome = score_all([_make_item(result)])[0] if isinstance(second, Failure) else second
         if reward_or_reason(outcome) != reward_or_reason(result.outcome):
             task = result.output.case.task.task_id
@@ -37,6 +37,7 @@ def check_consistency(scored: Sequence[Scored], score_all: ScoreAll, seed: int, 
 
 
 def _find_cause(result: Scored, score_all: ScoreAll) -> str:
+    """Return the key of `_DESCRIPTIONS` that explains why an output gets different scores."""
     separate = [reward_or_reason(score_all([_make_item(result)])[0]) for _ in range(3)]
     in_a_row = list(map(reward_or_reason, score_all([_make_item(result)] * REPEATED_SCORINGS)))
     if len({*separate}) > 1 or len({*in_a_row[REPEATED_SCORINGS // 2 :]}) > 1:

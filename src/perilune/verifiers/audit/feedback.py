@@ -13,11 +13,7 @@ from perilune.verifiers.audit.judging import FULL_SHARE_WITHOUT_GOLD, Findings, 
 def check_feedback(
     environment: Environment, golds: Sequence[Scored], score_all: ScoreAll, findings: Findings
 ) -> None:
-    """Try a wrong answer, look for the right one in the feedback, and score it.
-
-    Args:
-        score_all: scores items in order.
-    """
+    """Look for the right answer in the feedback on a wrong one. If it is there, score it as the next turn."""
     if getattr(environment, "max_turns", 1) == 1 or getattr(environment, "players", 1) > 1:
         return
     for gold in golds:
@@ -36,12 +32,12 @@ def check_feedback(
 
 
 def _reveals_gold(environment: Environment, gold: Scored, wrong: str) -> bool:
-    """Return whether the messages after a wrong answer hold the right one, which the prompt does not."""
+    """Return whether the messages after a wrong answer contain the right one, and the prompt does not."""
     case = gold.output.case
     try:
         with closing(environment.reset(case.task, case.gold_transcript.seed)) as session:
             observation = session.step(wrong)
-    except Exception:  # a session that fails tells nothing
+    except Exception:  # a session that fails gives no feedback
         return False
     feedback = "\n".join(message["content"] for message in observation.messages)
     words = re.compile(rf"(?<!\w){re.escape((case.gold or '').strip(';= '))}(?!\w)")

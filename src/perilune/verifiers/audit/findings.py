@@ -61,13 +61,15 @@ class Audit:
     """The audit of one environment.
 
     Attributes:
-        environment: its section of a recipe.
+        environment: the environment's section of a recipe.
         seed: seed of tasks, probes and search.
+        tasks: number of probed tasks.
         judged: number of outputs scored.
-        unjudged: rewarded outputs for which it is unknown whether they are right.
-        searched: outputs tried by the search; 0 if wrong answers cannot be recognized.
+        unjudged: number of rewarded outputs for which it is unknown whether they are right.
+        searched: number of outputs tried by the search; 0 if wrong answers cannot be recognized.
+        without_gold: number of probed tasks without a gold answer.
         form: the form in which an answer, here "…", gets its reward.
-        findings: the worst first.
+        findings: the findings, the worst first.
     """
 
     environment: Mapping[str, Any]

@@ -1,8 +1,8 @@
 """The form in which a scorer expects an answer: alone, in tags, in a box, after a label, in JSON.
 
-A data set states answers alone, but many scorers look for them in a form. The audit finds the form: the
-common prefix and suffix of all gold answers, else the form with the highest reward among the usual ones and
-those that the prompt shows.
+A data set often has bare answers, but many scorers look for answers in a form. The audit finds the form: the
+common prefix and suffix of all gold answers, or else the form with the highest reward among the usual forms
+and the forms that the prompt shows.
 """
 
 import itertools
@@ -16,7 +16,7 @@ class Form:
     """The text before and after an answer.
 
     Attributes:
-        stated: whether the gold answers have this form. Then a second opinion expects it, too.
+        stated: whether the environment's gold answers have this form. If so, the second opinion expects it.
     """
 
     before: str = ""
@@ -75,7 +75,7 @@ def _common_prefix(texts: Sequence[str]) -> str:
 
 
 def find_shown_forms(prompt: str) -> list[Form]:
-    """Return the forms that a prompt shows: its tags in order, with the answer in the last one."""
+    """Return the forms that a prompt shows: its tags in order, with the answer in the last tag."""
     names = list(dict.fromkeys(re.findall(r"<([A-Za-z_][\w-]{0,30})>", prompt)))
     forms = []
     for gap in ("", "\n"):

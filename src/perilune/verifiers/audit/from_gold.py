@@ -1,4 +1,4 @@
-"""Outputs made from the gold answer: changed, shortened, reordered, among wrong ones, in other characters."""
+"""Outputs made from the gold answer: changed, shortened, reordered, in a list, in other characters."""
 
 import json
 import math
@@ -21,7 +21,7 @@ def apply_to_gold(
 
 
 def change_character(gold: str, _: Case, generator: random.Random) -> list[str]:
-    """Replace one character."""
+    """Return the gold answer with one digit, one lowercase or one uppercase letter changed."""
     return [
         _advance_character(gold, str.isdigit, string.digits, generator),
         _advance_character(gold, str.islower, string.ascii_lowercase, generator),
@@ -39,7 +39,7 @@ def _advance_character(gold: str, kind: Callable[[str], bool], letters: str, gen
 
 
 def shorten(gold: str, _: Case, __: random.Random) -> list[str]:
-    """Return a part of the gold answer."""
+    """Return parts of the gold answer; the whole answer in place of a part that has all its letters."""
     lines, words, half = gold.splitlines(), gold.split(" "), len(gold) // 2
     three_quarters = -(-len(gold) * 3 // 4)
     short = [gold[1:], gold[:-1], gold[:half], gold[half:], gold[:three_quarters], gold[:1], gold[-1:]]
@@ -52,7 +52,7 @@ def shorten(gold: str, _: Case, __: random.Random) -> list[str]:
 
 
 def reorder(gold: str, _: Case, generator: random.Random) -> list[str]:
-    """Return the same parts in another order."""
+    """Return the gold answer with its characters, words or lines in another order."""
     index = generator.randrange(len(gold) - 1) if len(gold) > 1 else 0
     swapped = gold[:index] + gold[index + 1 : index + 2] + gold[index : index + 1] + gold[index + 2 :]
     lines, words = gold.splitlines(), gold.split(" ")
@@ -62,7 +62,7 @@ def reorder(gold: str, _: Case, generator: random.Random) -> list[str]:
 
 
 def write_other_numbers(gold: str, _: Case, __: random.Random) -> list[str]:
-    """Return numbers that resemble the gold answer: close, with equal digits, remainders, size or sign."""
+    """Return numbers that resemble the gold answer: close to it, or with equal digits or remainders."""
     if not is_number(gold):
         return []
     with localcontext(prec=120):

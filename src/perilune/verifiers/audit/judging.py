@@ -1,4 +1,4 @@
-"""Derives findings from scored outputs: from each one alone, and from those of one rule across tasks."""
+"""Derives findings from scored outputs: from single outputs, and from those of one rule on all tasks."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from perilune.verifiers.audit.known import is_plain
 from perilune.verifiers.audit.search import FULL_SHARE
 
 SMALL_SHARE = 0.1  # share of the full reward up to which a reward is small
-FULL_SHARE_WITHOUT_GOLD = 0.9  # share that counts as full for outputs made without the gold answer
+FULL_SHARE_WITHOUT_GOLD = 0.9  # share from which a reward without the gold answer counts as full
 _PROBE_REMARKS: dict[str, tuple[Grade, str]] = {
     "lookalike gold": ("B", "full reward for a right answer in lookalike characters"),
     "gold in another script": ("C", "full reward for a right answer in another script"),
@@ -23,9 +23,10 @@ _PROBE_REMARKS: dict[str, tuple[Grade, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """An output, whether it is right (None if unknown), and its outcome.
+    """A scored output.
 
     Attributes:
+        is_right: whether the output is right; None if unknown.
         full: the reward of the task's gold answer.
     """
 
@@ -52,7 +53,7 @@ class Findings:
     tasks: dict[tuple[str, str], set[str]] = field(default_factory=dict)
 
     def add(self, probe: str, grade: Grade, what: str, example: Example) -> None:
-        """Record a finding. Of several with the same text, the example with the highest reward is kept."""
+        """Record a finding. Among findings of one probe with the same text, the highest reward is kept."""
         key = (probe, what)
         task_ids = self.tasks.setdefault(key, set())
         task_ids.add(example.task.task_id)
@@ -74,8 +75,8 @@ def check_gold(golds: Sequence[Scored], findings: Findings) -> None:
 
 
 def check_outputs(scored: Iterable[Scored], findings: Findings) -> int:
-    """Check single outputs. Returns the number of rewarded outputs that may be right or wrong."""
-    unexplained = 0
+    """Check single outputs; return the number of rewarded outputs that may be right or wrong."""
+    unjudged = 0
     for result in scored:
         name, kind = result.output.probe.name, result.output.probe.kind
         if kind == "equivalent":
@@ -94,8 +95,8 @@ def check_outputs(scored: Iterable[Scored], findings: Findings) -> int:
         elif kind != "listed" and result.outcome.reward > 0:
             if result.is_right is False:
                 add_rewarded_wrong(result, findings)
-            unexplained += result.is_right is None
-    return unexplained
+            unjudged += result.is_right is None
+    return unjudged
 
 
 def add_rewarded_wrong(result: Scored, findings: Findings) -> None:
@@ -145,8 +146,8 @@ def check_across_tasks(scored: Sequence[Scored], findings: Findings) -> None:
 def check_lists(scored: Sequence[Scored], findings: Findings) -> None:
     """Check that a right answer among wrong ones does not get a reward at every position.
 
-    A scorer that takes the first or last answer in a form, such as the last box, is sound. One that takes the
-    first or last word or number of a text guesses.
+    A scorer that takes the first or last answer in a form, such as the last box, is sound. A scorer that
+    takes the first or last word or number of a text only guesses.
     """
     listed = [item for item in scored if item.output.probe.kind == "listed" and item.share >= FULL_SHARE]
     for group in _group_by(listed, lambda item: (item.output.probe.name, item.output.case.task.task_id)):

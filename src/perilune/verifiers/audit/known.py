@@ -1,7 +1,7 @@
 """Judges outputs by the gold answer alone.
 
-If the gold answer is one number or one word, every other number or word is wrong. An expression, a list or a
-sentence implies nothing, because several may be right.
+If the gold answer is one number or one word, every other answer is wrong. If it is an expression, a list or a
+sentence, other answers may be right too, so only an equal answer can be judged.
 """
 
 import re
@@ -13,6 +13,7 @@ _WORD = re.compile(r"[^\W_]+")
 
 
 def is_plain(gold: str) -> bool:
+    """Return whether an answer is one number or one word."""
     text = gold.strip()
     return bool(_NUMBER.fullmatch(text) or _WORD.fullmatch(text))
 
@@ -22,7 +23,7 @@ def is_number(gold: str) -> bool:
 
 
 def judge_by_gold(gold: str | None, text: str) -> bool | None:
-    """Return whether an output is right, as far as the gold answer implies it; None if unknown."""
+    """Return whether an output is right; None if the gold answer does not tell."""
     if gold is None:
         return None
     is_equal = compare_answers(text, gold)

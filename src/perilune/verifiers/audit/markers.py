@@ -1,7 +1,7 @@
 """Texts without an answer, with features that careless scorers reward: verdicts, connectives, log lines.
 
 A chunk contains many markers, one per line, so that one scoring tests all of them. If a chunk gets a reward,
-the audit halves it until it knows the line that causes it.
+the audit halves the chunk until it has found the line that causes the reward.
 """
 
 from collections.abc import Mapping

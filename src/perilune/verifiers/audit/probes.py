@@ -2,7 +2,7 @@
 
 A probe writes outputs for one task from its prompt, from the *gold* answer (the output of a policy that knows
 the answer) if there is one, and from the gold answers of other tasks, which are wrong answers in the right
-form. This module has those that need no gold answer, and the table of all.
+form. This module has the probes that need no gold answer, and the table of all probes.
 """
 
 import random
@@ -17,8 +17,8 @@ from perilune.verifiers.audit.known import is_number
 from perilune.verifiers.audit.markers import CHUNKS, PATHS, split_items
 
 LONG_OUTPUT_CHARS = 100_000  # characters of a very long output
-MAX_LISTED_NUMBERS = 2_000  # maximum numbers in a list
-MAX_LISTED_ANSWERS = 40  # maximum answers of other tasks in a list
+MAX_LISTED_NUMBERS = 2_000  # largest number in a list of all numbers
+MAX_LISTED_ANSWERS = 40  # most answers of other tasks in a list
 
 _CONSTANTS = (
     *map(str, range(-1, 13)),
@@ -57,7 +57,7 @@ def _write_skeletons(case: Case, _: random.Random) -> list[str]:
 
 
 def _write_all_answers(case: Case, *, each_in_form: bool = False) -> list[str]:
-    """Write all answers of the pool. The gold answer is neither first nor last, where a guess could be."""
+    """Write all answers of the pool, with the gold answer neither first nor last, where scorers may look."""
     if len(case.pool) < 2 or (each_in_form and case.form.is_bare):
         return []
     wrong = [answer for answer in case.pool if answer != case.gold][:MAX_LISTED_ANSWERS]

@@ -8,14 +8,14 @@ from perilune.environments.core.protocol import Outcome, Score
 from perilune.verifiers.audit.case import Case
 
 GENERATION_SIZE = 24  # outputs scored together
-PARENT_COUNT = 8
-MAX_CHARS = 400  # characters; keeps the search from growing its outputs
+PARENT_COUNT = 8  # outputs of each origin that survive a generation
+MAX_CHARS = 400  # longest output; keeps outputs from growing without end
 FULL_SHARE = 0.999  # share of the gold output's reward that counts as full
 
 
 @dataclass(frozen=True, slots=True)
 class WrongOutput:
-    """A wrong output, its reward, and whether it descends from the gold output."""
+    """A wrong output, its reward, and whether the gold output is among its ancestors."""
 
     text: str
     reward: float
@@ -36,12 +36,12 @@ def search_wrong_outputs(
     Args:
         score: the scorer under audit, for answers without their form.
         is_right: the second opinion. Only answers that it calls wrong count.
-        full: reward of the gold output. The search ends when both origins have reached it.
-        budget: maximum number of outputs to score.
+        full: reward of the gold output. The search ends when wrong outputs of both origins get this reward.
+        budget: number of outputs after which the search ends.
 
     Returns:
-        The wrong outputs with the highest reward without and with the gold one among their ancestors, if any
-            got a reward; and the number of outputs scored.
+        For each origin (without and with the gold output among the ancestors) the wrong output with the
+        highest reward, if any got a reward; and the number of outputs tried, including repeated ones.
     """
     pool = [WrongOutput(text, 0.0, False) for text in ("", "0", *case.others[:6])]
     if case.gold is not None:
@@ -49,12 +49,12 @@ def search_wrong_outputs(
     letters = sorted(set("".join([*case.others, case.gold or "", "0 1x,-"])))
     tried = {output.text for output in pool}
     best: dict[bool, WrongOutput] = {}
-    scored = 0
-    while scored < budget and not _is_finished(best, full, case):
+    tried_count = 0
+    while tried_count < budget and not _is_finished(best, full, case):
         children = [_mutate(pool, letters, generator) for _ in range(GENERATION_SIZE)]
         fresh = [child for child in children if child.text not in tried and len(child.text) <= MAX_CHARS]
         tried.update(child.text for child in fresh)
-        scored += len(children)
+        tried_count += len(children)
         for child, outcome in zip(fresh, score([child.text for child in fresh]), strict=True):
             if not isinstance(outcome, Score) or is_right(child.text) is not False:
                 continue
@@ -63,7 +63,7 @@ def search_wrong_outputs(
             if output.reward > max(0.0, best[output.uses_gold].reward if output.uses_gold in best else 0.0):
                 best[output.uses_gold] = output
         pool = _select_survivors(pool, generator)
-    return [best[uses_gold] for uses_gold in sorted(best)], scored
+    return [best[uses_gold] for uses_gold in sorted(best)], tried_count
 
 
 def _is_finished(best: dict[bool, WrongOutput], full: float, case: Case) -> bool:
@@ -72,7 +72,7 @@ def _is_finished(best: dict[bool, WrongOutput], full: float, case: Case) -> bool
 
 
 def _select_survivors(pool: list[WrongOutput], generator: random.Random) -> list[WrongOutput]:
-    """Return the best of both origins, shorter ones first, and some random others for diversity."""
+    """Return the best outputs of each origin, among equals the shorter ones, and some random others."""
     ranked = sorted(pool, key=lambda output: (-output.reward, len(output.text)))
     by_origin = [[output for output in ranked if output.uses_gold is origin] for origin in (False, True)]
     parents = by_origin[0][:PARENT_COUNT] + by_origin[1][:PARENT_COUNT]
