@@ -214,7 +214,7 @@ def test_validation_traces_are_not_trained_on(traces: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("task", "options", "message"),
     [
-        ("rl", {"eval": {}, "keep": {"best": "reward"}}, "remove keep.best"),
+        ("rl", {"eval": {}, "keep": {"best": "reward"}}, "Remove keep.best"),
         ("sft", {"validation": 0.1}, "Set eval, or validation: 0"),
         ("selfplay", {"eval": {}}, "selfplay evaluates by matches"),
         ("selfplay", {"asynchronous": {}}, "selfplay cannot sample asynchronously"),

@@ -218,7 +218,10 @@ def _weighted_items(group: WeightedGroup, denominators: dict[str, float]) -> lis
         }
         if weights:
             if len(episode.prompt_ids) == 0:
-                raise WorkFailedError(f"episode {episode.episode_id} has an empty prompt")
+                raise WorkFailedError(
+                    f"episode {episode.episode_id} has an empty prompt",
+                    remedy="give every task a prompt with at least one token",
+                )
             zeros = np.zeros(len(episode.token_ids), np.float32)
             items.append(
                 _Item(
@@ -342,10 +345,16 @@ def pack_pairs(pairs: Iterable[Pair], token_budget: int) -> list[PackedBatch]:
         for episode in (chosen, rejected):
             if not episode.loss_mask.any():
                 raise RequestError(
-                    "a completion without sampled tokens cannot be compared", where=episode.episode_id
+                    "a completion without sampled tokens cannot be compared",
+                    where=episode.episode_id,
+                    remedy="remove the pair",
                 )
         if not np.array_equal(chosen.prompt_ids, rejected.prompt_ids):
-            raise RequestError("the two answers of a pair have different prompts", where=chosen.episode_id)
+            raise RequestError(
+                "the two answers of a pair have different prompts",
+                where=chosen.episode_id,
+                remedy="pair answers to the same prompt",
+            )
     longest = max((len(a.prompt_ids) + len(a.token_ids) + len(b.token_ids) for a, b in pairs), default=0)
     return pack([_learn_all_tokens(pair) for pair in pairs], max(token_budget, longest))
 

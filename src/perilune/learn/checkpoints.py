@@ -20,6 +20,8 @@ from perilune.errors import RequestError
 from perilune.files import fsync_directory, read_json, sha256_file, write_atomic, write_json
 
 MANIFEST = "manifest.json"
+_DELETE = "delete this checkpoint; the previous one is then used"
+_SAME_MODEL = "use a checkpoint of the same model, trained with the same `lora` section"
 
 
 def write(directory: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
@@ -58,14 +60,15 @@ def read(directory: Path, names: Iterable[str]) -> tuple[dict[str, dict[str, Ten
             raise RequestError(
                 f"{file} is missing or differs from the manifest",
                 where=str(directory),
-                remedy="delete this checkpoint; the previous one is then used",
+                remedy=_DELETE,
             )
     tensors = {}
     for name in names:
         try:
             tensors[name] = load_file(directory / f"{name}.safetensors")
         except SafetensorError as error:
-            raise RequestError(str(error), where=str(directory / f"{name}.safetensors")) from None
+            where = str(directory / f"{name}.safetensors")
+            raise RequestError(f"not a safetensors file: {error}", where=where, remedy=_DELETE) from None
     state: dict[str, Any] = read_json(directory / "state.json")
     return tensors, state
 
@@ -94,7 +97,7 @@ def check_fits(own: Mapping[str, Tensor], loaded: Mapping[str, Tensor], director
     unmatched = sorted(own.keys() ^ loaded.keys())
     if unmatched:
         problem = "missing" if unmatched[0] in own else "not part of this model"
-        raise RequestError(f"tensor {unmatched[0]} is {problem}", where=str(directory))
+        raise RequestError(f"tensor {unmatched[0]} is {problem}", where=str(directory), remedy=_SAME_MODEL)
     for name, tensor in own.items():
         source = loaded[name]
         if source.shape != tensor.shape or source.dtype != tensor.dtype:
@@ -102,6 +105,7 @@ def check_fits(own: Mapping[str, Tensor], loaded: Mapping[str, Tensor], director
                 f"tensor {name} is {source.dtype} {list(source.shape)}, "
                 f"the model has {tensor.dtype} {list(tensor.shape)}",
                 where=str(directory),
+                remedy=_SAME_MODEL,
             )
 
 

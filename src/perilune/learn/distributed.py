@@ -179,7 +179,8 @@ class Ranks:
                     raise
                 reason = str(error).strip().partition("\n")[0]
                 raise ProcessLostError(
-                    f"another process ended while process {self.rank} waited for {what}: {reason}"
+                    f"another process ended while process {self.rank} waited for {what}: {reason}",
+                    remedy="see the log of the process that ended",
                 ) from error
         self._last_wait = time.monotonic()
 

@@ -87,7 +87,7 @@ class OffPolicySettings(Frozen):
         for name in ("bounds", "reject_bounds"):
             low, high = getattr(self, name)
             if not 0 <= low < high:
-                raise ValueError(f"{name} must be 0 <= lowest < highest")
+                raise ValueError(f"{name} must be 0 <= lowest < highest. It is [{low:g}, {high:g}]")
         for name, needed in {"level": "weight", "bounds": "weight", "reject_bounds": "reject"}.items():
             if (
                 getattr(self, needed) == "none"

@@ -295,6 +295,7 @@ class Learner:
                 f"the checkpoint belongs to frozen weights with checksum {state.get('frozen') or 'none'}, but"
                 f" this model's have {self._frozen or 'none'}: it has another base, or another precision",
                 where=str(directory),
+                remedy="resume with the base model and the `lora` section of the attempt that wrote it",
             )
         if self._sharded is not None:
             tensors = {

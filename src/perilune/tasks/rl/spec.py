@@ -217,7 +217,7 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
         algorithm = self.algorithm
         if self.samples < algorithm.least_samples:
             needed = f"{algorithm.name} needs at least {algorithm.least_samples} per group"
-            yield f"samples is {self.samples}, and {needed}"
+            yield f"samples is {self.samples}, and {needed}. Raise samples"
         if self.curriculum and self.curriculum.importance_weight and algorithm.refills:
             yield (
                 "curriculum.importance_weight restores the uniform objective, and"
@@ -249,7 +249,7 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
             expected = "reward" if algorithm.takes_step_rewards else "bonus, advantage or trace"
             yield (
                 f"process_rewards.role is {settings.role}, and {algorithm.name} takes"
-                f" process rewards as {expected}"
+                f" process rewards as {expected}. Set process_rewards.role: {expected}"
             )
         if self.kl and self.kl_estimator == "k1_reward" and settings.role in ("advantage", "trace"):
             yield (

@@ -74,7 +74,7 @@ class EvaluationSettings(Frozen):
     @classmethod
     def _check_set_names(cls, sets: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         if taken := {DATA_SET, "training"} & sets.keys():
-            raise ValueError(f"a set cannot be called '{min(taken)}', the name of another curve")
+            raise ValueError(f"a set cannot be called '{min(taken)}', the name of another curve. Rename it")
         return sets
 
     def sections(self, environment: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -115,7 +115,7 @@ class EvaluatedSpec(TrainingSpec):
     @model_validator(mode="after")
     def _check_best(self) -> EvaluatedSpec:
         if self.eval is not None and self.keep.best is not None:
-            raise ValueError("eval keeps the best checkpoint by eval.best; remove keep.best")
+            raise ValueError("eval keeps the best checkpoint by eval.best. Remove keep.best")
         return self
 
     def evaluation_tokens(self, job: Job) -> int:

@@ -178,7 +178,11 @@ def _draw_cases(environment: Environment, count: int, seed: int) -> list[Case]:
     drawn = list(itertools.islice(environment.tasks("train", seed), POOL_FACTOR * count))
     tasks = drawn[:count]
     if not tasks:
-        raise RequestError("the environment has no tasks to audit", where=environment.id)
+        raise RequestError(
+            "the environment has no tasks to audit",
+            where=environment.id,
+            remedy="give it training tasks, the tasks that an audit uses",
+        )
     gold_of: Callable[[Task], Transcript | None] = getattr(environment, "gold", lambda task: None)
     golds = [gold_of(task) for task in drawn]
     form_parts: tuple[str, str] | None = getattr(environment, "form", None)  # from the prompting section
