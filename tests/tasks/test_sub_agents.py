@@ -184,11 +184,12 @@ FOLDED: dict[str, Any] = {
 }
 
 
-def play_folded(max_tokens: int) -> list[Episode]:
+def play_folded(max_tokens: int, **episodes: int) -> list[Episode]:
     """Players first, then their later contexts."""
-    environment = make_environment(FOLDED)
+    section = {**FOLDED, "episodes": episodes}
+    environment = make_environment(section)
     tasks = list(islice(environment.tasks("train", 0), 2))
-    with Scorer(FOLDED) as scorer:
+    with Scorer(section) as scorer:
         agents = SubAgents(trained=True)
         rollouts = RolloutWorker(engine_of(TOKENIZER), TOKENIZER, scorer, environment, 7, sub_agents=agents)
         params = replace(PARAMS, max_tokens=max_tokens)
@@ -209,6 +210,14 @@ def test_player_without_room_in_a_later_context_is_truncated(monkeypatch: pytest
     )
     played = play_folded(24)
     assert len(played) == 8 and all(e.truncated and e.spans[1].tokens == 0 for e in played)
+
+
+def test_max_turns_of_an_episode_counts_the_turns_of_all_contexts() -> None:
+    played = play_folded(24, max_turns=2)
+    players = [episode for episode in played if not episode.is_sub_agent]
+    turns = [e.metrics["turns"] + sum(len(span.rounds) for span in e.spans[1:]) for e in players]
+    assert max(turns) == 2 and all(e.truncated for e in players)
+    assert any(len(e.spans) > 1 and e.spans[1].tokens for e in players)  # the limit ends a later context
 
 
 def test_sub_agent_without_room_for_another_turn_is_truncated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ class Trajectory:
         rounds: for each turn, the round of the rollout in which it was sampled (`Rollout.rounds`).
         is_refused: whether a sub-agent cannot take its next turn: its messages cannot be encoded, or the
             model has no room for them. Its actions are then empty.
-        is_full: whether the model had no room for its next turn.
+        is_full: whether a limit prevented its next turn: the model's positions, or `episodes.max_turns`.
         opening: the messages of the prompt.
         messages: all messages so far, as text.
         token_ids: tokens after the prompt, both sampled and observed.
@@ -214,6 +214,7 @@ class Rollout:
         agents: the trajectories of sub-agents, by player and id.
         due: the turns to sample next, of the player to move and of sub-agents.
         rounds: number of rounds so far. In a round, all turns that are due are sampled together.
+        player_turns: turns of players so far, in all their contexts; without those of sub-agents.
         opponents: players whose turns the opponents' engine samples.
         finish_reason: "length" when a limit ended the episode.
         failure: the error that ended the episode; it then has no score.
@@ -229,6 +230,7 @@ class Rollout:
     agents: dict[tuple[int, str], Trajectory] = field(default_factory=dict)
     due: list[DueTurn] = field(default_factory=list)
     rounds: int = 0
+    player_turns: int = 0
     opponents: frozenset[int] = frozenset()
     finish_reason: FinishReason = "stop"
     failure: Failure | None = None
@@ -259,11 +261,6 @@ class Rollout:
         return self.session.actions
 
     @property
-    def own_turns(self) -> int:
-        """Turns that the players took, without those of sub-agents."""
-        return sum(len(trajectory.turns) for trajectory in self.trajectories)
-
-    @property
     def is_single_turn(self) -> bool:
         return not self.session.is_held
 
@@ -274,6 +271,7 @@ class Rollout:
                 turn.trajectory.add_completion(result.context, result.completion, result.text)
                 turn.trajectory.rounds.append(self.rounds)
                 if turn.is_own:
+                    self.player_turns += 1
                     self.finish_reason = result.completion.finish_reason
                 if result.completion.finish_reason == "aborted":
                     self.fail("model", "sampling of the turn was aborted")

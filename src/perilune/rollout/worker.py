@@ -273,7 +273,7 @@ class RolloutWorker:
     def _observe_agent(self, turn: DueTurn, params: SamplingParams) -> None:
         """Append new messages for a sub-agent; refuse it if they cannot be encoded or do not fit.
 
-        An episode whose player does not fit in a later context is truncated, as in the first context.
+        If the player itself has no room or no turn left in a later context, the episode is truncated.
         """
         trajectory = turn.trajectory
         if trajectory.is_refused:
@@ -287,7 +287,8 @@ class RolloutWorker:
             trajectory.is_refused = True
             return
         fits = bool(trajectory.prompt_ids) and self._fits_context(trajectory, self.turn_params(turn, params))
-        trajectory.is_refused = trajectory.is_full = not fits
+        can_continue = fits and (self._has_turn_left(turn.rollout) or not turn.is_own)
+        trajectory.is_refused = trajectory.is_full = not can_continue
         if trajectory.is_full and turn.is_own:
             turn.rollout.truncate()
 
@@ -321,9 +322,13 @@ class RolloutWorker:
         tokens = len(turn.trajectory.token_ids) + params.max_tokens
         return (
             tokens <= self.max_episode_tokens(turn.rollout.task, params)
-            and turn.rollout.own_turns < (self.scorer.settings.max_turns or math.inf)
+            and self._has_turn_left(turn.rollout)
             and self._fits_context(turn.trajectory, params)
         )
+
+    def _has_turn_left(self, rollout: Rollout) -> bool:
+        """Return whether `episodes.max_turns` allows another turn of a player."""
+        return rollout.player_turns < (self.scorer.settings.max_turns or math.inf)
 
     def _fits_context(self, trajectory: Trajectory, params: SamplingParams) -> bool:
         """Return whether the model has positions for another turn."""
