@@ -12,12 +12,14 @@ from torch import nn
 
 from perilune.data.episode import Episode
 from perilune.errors import WorkFailedError
+from perilune.learn.batch import pack_each
 from perilune.learn.trainer import Learner
 from perilune.learn.training_settings import OptimizerSettings
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.config.layer_kinds import DeltaRule, Experts, Latent
 from perilune.models.decoder import Decoder
 from perilune.tasks.checks.epochs import EpochChecker
+from perilune.tasks.checks.logprobs import LogprobChecker
 from perilune.tasks.checks.optimizer import OptimizerChecker
 from perilune.tasks.checks.twin import _scaled_down
 
@@ -102,8 +104,15 @@ def test_epoch_checker_allows_each_task_once_per_epoch(taken: int) -> None:
         check_epochs(environment, twice, taken)
 
 
-def learner() -> Learner:
-    config = PRESETS["tiny"].replace(num_layers=1, hidden_size=16, intermediate_size=16, vocab_size=16)
+SMALL = TINY.replace(num_layers=1, hidden_size=16, intermediate_size=16, vocab_size=16)
+BIASED = DecoderConfig(
+    "gpt_oss", vocab_size=16, hidden_size=16, intermediate_size=8, num_layers=1, num_heads=2,
+    num_kv_heads=1, head_dim=8, tie_word_embeddings=False, attention_bias=True,
+    experts=Experts(count=2, per_token=1, intermediate_size=8, normalized=True),
+)  # fmt: skip
+
+
+def learner(config: DecoderConfig = SMALL) -> Learner:
     decoder = Decoder(config)
     decoder.initialize(0)
     return Learner(decoder, SETTINGS)
@@ -126,6 +135,32 @@ def test_optimizer_checker_accepts_gradients_of_any_size() -> None:
     checker = OptimizerChecker(fresh, SETTINGS)
     for step, size in enumerate([1.0, 1e-3, 1e-8, 1e-20, 0.0, 1e3, 1e-12, 1.0]):
         update(fresh, checker, 0.01 / (step + 1), size)
+
+
+def test_optimizer_checker_expects_no_decay_of_the_biases_of_experts() -> None:
+    fresh = learner(BIASED)
+    stacked = {
+        name: p for name, p in fresh.optimizer.parameters.items() if p.ndim > 1 and name.endswith("bias")
+    }
+    assert stacked
+    for parameter in stacked.values():
+        nn.init.ones_(parameter)
+    checker = OptimizerChecker(fresh, SETTINGS)
+    for _ in range(4):
+        update(fresh, checker, 0.01, 1.0)
+
+
+def test_gap_is_reported_if_every_episode_has_tokens_of_an_older_version() -> None:
+    fresh = learner()
+    fresh.version = 1
+    tokens = np.array([3, 4], np.int32)
+    mixed = Episode(
+        "1/0/0", "1/0", "t", "e", 0, (), tokens, tokens, np.ones(2, bool), np.array([-9, -9], np.float32),
+        np.array([0, 1], np.int32), "stop", reward=0.0,
+    )  # fmt: skip
+    gap = {"logprob_gap_max": 6.0, "logprob_gap_mean": 6.0, "logprob_gap_kl": 6.0}
+    with pytest.raises(WorkFailedError, match="sampler and learner differ by up to 6 nats"):
+        LogprobChecker(fresh, 1.0).check_learner(gap, pack_each([mixed], 64), [[mixed]], 0)
 
 
 @pytest.mark.parametrize("what", ["weights", "first moments", "second moments"])

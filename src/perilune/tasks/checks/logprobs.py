@@ -64,7 +64,10 @@ class LogprobChecker:
                 not follow from its random numbers.
         """
         current = [
-            episode for group in groups for episode in group if episode.sampled and self._is_current(episode)
+            episode
+            for group in groups
+            for episode in group
+            if episode.sampled and self._current(episode).all()
         ]
         stride = max(1, len(current) // EPISODES_PER_STEP)
         for episode in current[step % stride :: stride][:EPISODES_PER_STEP]:
@@ -179,10 +182,10 @@ class LogprobChecker:
             return
         by_id = {episode.episode_id: episode for group in groups for episode in group}
         gaps = [
-            (_gaps(episode.logprobs[episode.loss_mask], logprobs), episode, logprobs)
+            (_gaps(episode.logprobs[episode.loss_mask], logprobs)[self._current(episode)], episode, logprobs)
             for batch in batches
             for name, logprobs in batch.split_by_episode(token_logprobs(self.learner.decoder, batch))
-            if self._is_current(episode := by_id[name])
+            if self._current(episode := by_id[name]).any()
         ]
         _, worst, logprobs = max(gaps, key=lambda item: float(np.abs(item[0]).max(initial=0.0)))
         if rounding.allows(np.concatenate([values for values, _, _ in gaps])):
@@ -194,9 +197,10 @@ class LogprobChecker:
             )
         raise self._error(gap, worst, logprobs, "learner", step)
 
-    def _is_current(self, episode: Episode) -> bool:
-        """Return whether the learner's version sampled all of the policy's tokens."""
-        return bool((episode.policy_version == self.learner.version)[episode.loss_mask].all())
+    def _current(self, episode: Episode) -> NDArray[np.bool_]:
+        """Return for each token that the policy sampled whether the learner's version sampled it."""
+        current: NDArray[np.bool_] = episode.policy_version[episode.loss_mask] == self.learner.version
+        return current
 
     def _error(self, gap: float, episode: Episode, logprobs: Array, whose: str, step: int) -> WorkFailedError:
         decoder = self.learner.decoder

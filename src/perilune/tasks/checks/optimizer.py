@@ -151,7 +151,10 @@ class OptimizerChecker:
         second = beta2 * before.second + (1 - beta2) * gradients**2
         mean, spread = (1 - BETA1**step, 1 - beta2**step) if corrected else (1.0, 1.0)
         parameters = self._learner.optimizer.parameters
-        matrices = np.array([parameters[name].ndim > 1 for name in self._places])
+        # The biases of experts are stacked into a matrix.
+        matrices = np.array(
+            [parameters[name].ndim > 1 and not name.endswith("bias") for name in self._places]
+        )
         decay = self._settings.weight_decay * (
             matrices if decayed is None else np.full(len(matrices), decayed)
         )
