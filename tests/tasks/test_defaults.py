@@ -54,6 +54,12 @@ def jobs(tmp_path: Path, model: str, device: str = "auto") -> dict[str, dict[str
     return {stage.name: build_job(recipe, stage).spec for stage in recipe.stages}
 
 
+def test_warmup_of_flywheel_depends_on_the_updates_of_a_round(folder: Path) -> None:
+    spec = {"steps": 4, "updates": 100, "warmup": None}
+    warmup = load_plugin("flywheel").spec.defaults("flywheel", spec, {"path": str(folder)}, "cpu")["warmup"]
+    assert warmup == (10, "a tenth of the updates of a round, at most 20")
+
+
 def test_every_training_task_has_default_rates() -> None:
     assert sorted(RATES) == LEARNERS
 

@@ -171,9 +171,10 @@ def _default_lr(context: _Context) -> Default:
 
 
 def _default_warmup(context: _Context) -> Default:
-    steps = context.spec.get("updates") or context.spec["steps"]
-    warmup = min(MAX_WARMUP_STEPS, ceil(steps / 10))
-    return Default(warmup, f"a tenth of the steps, at most {MAX_WARMUP_STEPS}")
+    updates = context.spec.get("updates")  # of a round of flywheel
+    warmup = min(MAX_WARMUP_STEPS, ceil((updates or context.spec["steps"]) / 10))
+    unit = "updates of a round" if updates else "steps"
+    return Default(warmup, f"a tenth of the {unit}, at most {MAX_WARMUP_STEPS}")
 
 
 def _default_kl(context: _Context) -> Default:
