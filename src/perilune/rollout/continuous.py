@@ -172,7 +172,7 @@ class ContinuousRollouts:
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._groups: dict[tuple[int, int], Group] = {}
         self._waiting: deque[Group] = deque()  # admitted groups that have not begun
-        self._room = CacheAdmission(self._engine.cache_tokens)
+        self._admission = CacheAdmission(self._engine.cache_tokens)
         self._turns: dict[int, dict[int, _Turn]] = {}  # by engine request, then sample
         self._paused: list[_Turn] = []  # turns that wait for the next weights
         self._threads = [_EnvironmentThread(proc, worker, self.post) for proc in worker.scorer.processes]
@@ -214,9 +214,9 @@ class ContinuousRollouts:
             group = self._waiting[0]
             if group.version_runs is None and self._worker.is_multi_turn(group.task):
                 max_tokens = self._samples * self._worker.max_episode_tokens(group.task, self._params)
-                if not self._room.has_room(max_tokens):
+                if not self._admission.has_room(max_tokens):
                     return
-                self._room.begin(group.key, group.rollouts)
+                self._admission.begin(group.key, group.rollouts)
             self._waiting.popleft()
             for sample in range(self._samples):
                 thread = min(self._threads, key=lambda thread: thread.sessions)
@@ -361,7 +361,7 @@ class ContinuousRollouts:
         if group.finished_count < self._samples:
             return
         del self._groups[group.key]
-        self._room.end(group.key)
+        self._admission.end(group.key)
         self._begin_groups()
         rollouts = [group.rollouts[sample] for sample in range(self._samples)]
         self._deliver(group, self._worker.build_groups(rollouts, self._params))

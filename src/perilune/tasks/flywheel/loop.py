@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from perilune.bundle.workspace import Workspace
@@ -213,7 +214,7 @@ class Rounds:
         self._workspace.log(f"round {number}: {rate.mean:.1%} of held-out answers right{grown}")
         return {**_interval_figures("pass_rate", rate), **figures}
 
-    def _all_traces(self, number: int) -> list[Any]:
+    def _all_traces(self, number: int) -> list[Path]:
         paths = [self._traces / f"round-{earlier:03d}.jsonl" for earlier in range(1, number + 1)]
         return [path for path in paths if path.stat().st_size]
 

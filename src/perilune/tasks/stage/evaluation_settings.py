@@ -156,7 +156,7 @@ class EvaluatedSpec(TrainingSpec):
             needed = "eval.tasks, or validation for held-out data" if self.data_figures else "eval.tasks"
             raise RequestError(
                 f"the best checkpoint is chosen by {figure}, but "
-                + (f"the evaluations measure only {known}" if known else "nothing is held out"),
+                + (f"the evaluations measure {known}" if known else "nothing is held out"),
                 where=f"stages.{job.stage}.eval",
                 remedy="set eval.best to one of these" if known else f"set {needed}",
             )
