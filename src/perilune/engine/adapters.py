@@ -21,7 +21,7 @@ from perilune.models.products import linear
 
 
 class NamedAdapters:
-    """The adapters of an engine. Each has a unique number, which is never reused."""
+    """The adapters of an engine. Each adapter has a unique number, which is never reused."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -34,7 +34,7 @@ class NamedAdapters:
         return len(self._adapters)
 
     def find_number(self, name: str | None, where: str) -> int:
-        """Return the number of an adapter; -1 without one.
+        """Return the number of the adapter `name`; -1 if the name is None.
 
         Raises:
             RequestError: when there is no adapter of this name.
@@ -46,7 +46,7 @@ class NamedAdapters:
         return self._numbers[name]
 
     def add(self, name: str, adapter: Adapter) -> None:
-        """Add an adapter, or replace the one of this name."""
+        """Add an adapter. The name of an older adapter then stands for the new one."""
         self._numbers[name] = self._next
         self._adapters[self._next] = adapter
         self._next += 1
@@ -72,7 +72,7 @@ class NamedAdapters:
 
 
 class AdaptedProjections:
-    """Adapters on the projections of one frozen decoder.
+    """Adapters on the projections of one frozen decoder, whose `Projection`s this class replaces.
 
     `select_rows` assigns adapters to the rows of the next forward pass.
     """
@@ -81,7 +81,7 @@ class AdaptedProjections:
         self._rows: list[tuple[int, Tensor]] = []
         self._numbers: set[int] = set()
         self._like = decoder.model.norm.weight
-        # With the names of their linear maps.
+        # Each projection with the names of its linear maps.
         self._projections: list[tuple[list[str], _AdaptedProjection]] = []
         names = {id(module): name for name, module in decoder.named_modules()}
         for module in decoder.modules():
@@ -92,7 +92,7 @@ class AdaptedProjections:
                     self._projections.append(([names[id(part)] for part in value.parts], adapted))
 
     def set_adapters(self, adapters: Mapping[int, Adapter]) -> None:
-        """Use these adapters from now on. A number always stands for the same adapter."""
+        """Use these adapters, by their numbers, from now on. A number always stands for the same adapter."""
         for names, projection in self._projections:
             for number in self._numbers - adapters.keys():
                 del projection.adapters[number]

@@ -1,4 +1,4 @@
-"""The interface of everything that samples: the engine in this process, or a server."""
+"""The interface for sampling, which the engine of this process and a remote server implement."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -9,8 +9,8 @@ from perilune.engine.request import Completion, Prompt, SamplingParams
 class SamplingBackend(Protocol):
     """Samples completions of prompts, as `Engine` and `RemoteEngine` do.
 
-    Input and output are tokens. Each sampled token has its log-prob under the distribution it was drawn from,
-    so episodes, advantages and metrics do not depend on the backend.
+    Input and output are tokens. Each sampled token has its log-prob under the distribution from which it was
+    drawn, so the code that computes advantages and metrics is the same for every backend.
     """
 
     @property

@@ -1,8 +1,8 @@
-"""Blocks of the KV cache, allocated sixteen tokens at a time.
+"""Blocks of the KV cache: the unit of allocation, sixteen tokens in most runners.
 
-A block table lists the blocks with the keys and values of a sample. Several tables may share a block, which
-has a reference count. `prefix_tree` finds full blocks by the hash of their tokens and all tokens before, and
-chooses which of the unreferenced blocks are evicted first.
+A block table lists the blocks with the keys and values of a sample. Several tables may share a block, so each
+block has a reference count. `prefix_tree` finds full blocks by the hash of their tokens and all preceding
+tokens, and chooses which unreferenced blocks are evicted first.
 """
 
 import hashlib
@@ -18,26 +18,26 @@ BLOCK = memory.BLOCK
 """Tokens per block, unless the runner's kernels need another size."""
 
 NULL_BLOCK = 0
-"""The block that tables name where there is no block, and that padding is written to."""
+"""The entry of a block table where there is no block. The keys and values of padding are written to it."""
 
 Blocks = NDArray[np.int32]
 
 
 class BlockPool:
-    """Reference counts of blocks 1 .. count - 1, and the free ones.
+    """The reference counts of blocks 1 .. count - 1, and the list of free blocks.
 
-    The pool never touches the content of blocks; callers copy it.
+    The pool knows only block numbers; callers copy the content of blocks.
 
     Attributes:
         references: int32[count].
-        cached: unreferenced blocks that the prefix tree holds.
+        cached: number of unreferenced blocks in the prefix tree.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.references = np.zeros(count, dtype=np.int32)
         self.cached = 0
-        # Taken from the end, so that memory in use is reused first.
+        # Blocks are taken from the end, so that recently freed memory is reused first.
         self._free = list(range(count - 1, 0, -1))
 
     @property
@@ -56,7 +56,7 @@ class BlockPool:
         return self.count - 1 - self.num_available
 
     def allocate(self, count: int) -> Blocks:
-        """Return `count` blocks of arbitrary content with one reference each; caller checks `num_free`."""
+        """Return `count` blocks of arbitrary content with one reference each. Callers check `num_free`."""
         assert count <= len(self._free), "more blocks were taken than are free"
         start = len(self._free) - count
         blocks = np.array(self._free[start:][::-1], dtype=np.int32)
@@ -71,7 +71,8 @@ class BlockPool:
     def release(self, blocks: Blocks) -> list[int]:
         """Remove a reference from each of `blocks`, which are distinct except for the null block.
 
-        Return the blocks that are now unreferenced, last one first. They are neither free nor cached yet.
+        Return the blocks that are now unreferenced, the last of `blocks` first. They are neither free nor
+        cached yet.
         """
         blocks = blocks[blocks != NULL_BLOCK]
         self.references[blocks] -= 1
@@ -85,7 +86,7 @@ class BlockPool:
 
 @lru_cache(maxsize=64)
 def root_digest(version: int, adapter: int) -> bytes:
-    """Return the root of the digests of a policy version and adapter, which share no blocks with others."""
+    """Return the digest before the first block, so that policy versions and adapters never share blocks."""
     return hashlib.blake2b(f"{version}/{adapter}".encode(), digest_size=16).digest()
 
 
@@ -94,8 +95,8 @@ def extend_digests(
 ) -> None:
     """Append the digests of the full blocks of `tokens` that `digests` does not have yet.
 
-    Each digest covers the tokens of its block and all tokens before. The hash is collision resistant, so that
-    no crafted prompt can read the blocks of another one.
+    Each digest covers the tokens of its block and all tokens before. The hash is collision resistant, so no
+    crafted prompt can match the blocks of another prompt.
     """
     covered = len(digests)
     tail = np.ascontiguousarray(tokens[covered * size : len(tokens) // size * size], dtype=np.int32).tobytes()

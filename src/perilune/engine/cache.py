@@ -27,13 +27,16 @@ class PagedCache:
     Attributes:
         keys: [blocks, KV, D, 16] for each layer; a key is a column, because products read columns.
         values: [blocks, KV, 16, D] for each layer; empty in latent attention.
-        rank: elements at the beginning of a key that are the value too, in latent attention; otherwise 0.
+        rank: in latent attention, the number of elements at the beginning of a key that are also the value;
+            otherwise 0.
         key_scales, value_scales: float32[blocks, KV, 16] for each layer of an int8 cache, with one scale per
             token and head; otherwise empty.
-        states, tails: float32[blocks, H, Dk, Dv] and float32[blocks, K - 1, C] for each layer of linear
-            attention (`engine.recurrence`), where keys and values are empty; elsewhere empty.
-        state_table: the index of the block table of these layers.
-        table_of: the index of the block table of each layer, which is the index of its window.
+        states: float32[blocks, H, Dk, Dv] for each layer of linear attention (`engine.recurrence`), the state
+            of each of H heads; empty for other layers. Layers of linear attention have no keys and values.
+        tails: float32[blocks, K - 1, C] for each layer of linear attention, the last inputs of its short
+            convolution over K tokens and C channels; empty for other layers.
+        state_table: index of the block table of the layers of linear attention; -1 without such layers.
+        table_of: index of the block table of each layer, which is the index of its window.
         routes: the experts of each token, if they are recorded.
     """
 
@@ -71,7 +74,7 @@ class PagedCache:
         self.routes: RouteStore | None = None
 
     def record_routes(self, config: DecoderConfig) -> RouteStore:
-        """Store the routes of a mixture of experts from now on.
+        """Record the routes of a mixture of experts from now on, and return their store.
 
         Raises:
             RequestError: for a dense model.
@@ -80,7 +83,12 @@ class PagedCache:
         return self.routes
 
     def make_recorder(self, tables: Sequence[Tensor], offsets: Tensor) -> RouteRecorder | None:
-        """Return a recorder for tokens in blocks int64[N] by window and `offsets`, if routes are recorded."""
+        """Return a recorder for N tokens, or None if routes are not recorded.
+
+        Args:
+            tables: for each window, the block int64[N] of each token.
+            offsets: int64[N], the offset of each token in its block.
+        """
         if self.routes is None:
             return None
         return RouteRecorder(self.routes, tables[self.routes.table] * BLOCK + offsets)
@@ -208,7 +216,7 @@ class CacheSlots:
     """The cache slots of the tokens of a step.
 
     Args:
-        blocks, offsets: int64[N] on the device of the cache.
+        blocks, offsets: int64[N], the block of each token and its offset there, on the device of the cache.
         heads: number of key-value heads KV.
     """
 
@@ -219,7 +227,16 @@ class CacheSlots:
 
 
 class GatherIndices:
-    """Row indices of the blocks int64[S, B] of S sequences, for all heads, on the device of the cache."""
+    """Indices to gather the blocks int64[S, B] of S sequences from the cache, for all key-value heads.
+
+    Args:
+        heads, size: number of key-value heads, and elements of a key.
+
+    Attributes:
+        columns: number of positions T of each sequence, padding included.
+        key_rows: int64[S * KV * D * B], rows of the cache's keys as [blocks * KV * D, 16].
+        value_blocks: int64[S * KV * B], rows of the cache's values as [blocks * KV, 16 * D].
+    """
 
     def __init__(self, blocks: Tensor, heads: int, size: int) -> None:
         head, element = (torch.arange(count, device=blocks.device)[:, None] for count in (heads, size))
@@ -230,7 +247,10 @@ class GatherIndices:
 
 
 def slot_mapping(batch: StepBatch, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return blocks int64[W, N] and offsets int64[N] of a batch padded to N tokens in the null block."""
+    """Return the block int64[W, N] and offset int64[N] of each token of a batch.
+
+    The batch is padded to N = `tokens` tokens, whose slots are in the null block.
+    """
     fed = len(batch.token_ids)
     shape = (len(batch.block_tables), tokens)
     blocks, offsets = np.full(shape, NULL_BLOCK, dtype=np.int64), np.zeros(tokens, dtype=np.int64)

@@ -1,10 +1,11 @@
 """Constrained output: samples that match a JSON schema, a regular expression or a list of choices.
 
-The engine uses two small protocols. The samples of a request share a `Constraint`, and each has its own
-`ConstraintState`. llguidance (optional extra `constrained`) parses the grammars over the bytes of the
-vocabulary. A masked token has probability zero, and log-probs are under the masked distribution.
+The samples of a request share a `Constraint`, and each sample has its own `ConstraintState`. The engine uses
+only these two protocols. llguidance (optional extra `constrained`) parses the grammars over the bytes of the
+vocabulary. A token that the mask excludes has probability zero, and log-probs are under the masked
+distribution.
 
-V vocabulary, W = ceil(V / 32) words of a mask: bit i of word w stands for token 32 w + i.
+V is the vocabulary size. A mask has W = ceil(V / 32) words: bit i of word w stands for token 32 w + i.
 """
 
 import json
@@ -33,8 +34,9 @@ class ConstraintState(Protocol):
     """The state of one sample in its constraint.
 
     Attributes:
-        failure: the reason that no token may follow, or "": the vocabulary cannot express the required text,
-            or the grammar is too complex. The engine then aborts the sample; masks allow a stop token.
+        failure: why no token can follow, or "" if one can. Reasons are a required text that the vocabulary
+            cannot express and a grammar that is too complex. The mask then allows only stop tokens, and the
+            engine aborts the sample.
     """
 
     @property
@@ -47,8 +49,8 @@ class ConstraintState(Protocol):
         """Add the sampled token.
 
         Raises:
-            RequestError: when the grammar has too many alternatives after it.
-            WorkFailedError: when the last mask did not allow it.
+            RequestError: when the grammar has too many alternatives after this token.
+            WorkFailedError: when the last mask did not allow this token.
         """
 
 
@@ -106,7 +108,7 @@ class Constraints:
         """Return a constraint to JSON that matches a JSON Schema, given as an object or as text.
 
         Raises:
-            RequestError: on a malformed schema, and naming keywords that cannot be enforced.
+            RequestError: when the schema is malformed, or has a keyword that cannot be enforced, naming it.
         """
         try:
             document = json.loads(schema if isinstance(schema, str) else json.dumps(schema))
@@ -129,8 +131,8 @@ class Constraints:
         """Return a constraint to the grammar `rules`, which refers to the grammar `answer` as `@answer`.
 
         Args:
-            answer: a grammar as in `grammar`, or in the GBNF of llama.cpp and xgrammar, whose first rule is
-                `root`.
+            answer: a grammar in llguidance's variant of Lark, or in the GBNF of llama.cpp and xgrammar, whose
+                first rule is `root`.
 
         Raises:
             RequestError: when `answer` is malformed.
@@ -161,7 +163,7 @@ class Constraints:
             RequestError: when the list is empty, or the vocabulary cannot express a text.
         """
         if not options or isinstance(options, str):
-            raise RequestError(f"{options!r} is not a list of texts", where="choice")
+            raise RequestError(f"{options!r} is not a list of at least one text", where="choice")
         texts = [_require_text(option, f"choice {index}") for index, option in enumerate(options)]
         return self._compile(f"start: {format_alternatives(texts)}", "choice")
 
@@ -177,7 +179,8 @@ class Constraints:
         if beginning.failure:
             raise RequestError(beginning.failure, where=where)
         allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")
-        beginning.advance(int(allowed.argmax()))  # after one token, an object offers all of its properties
+        # Check the limit on items early: after one token, an object allows all of its properties.
+        beginning.advance(int(allowed.argmax()))
         return constraint
 
 
@@ -198,7 +201,7 @@ class _Grammar:
 class _MatcherState:
     def __init__(self, matcher: Any, stop_token_ids: tuple[int, ...]) -> None:
         self._matcher, self._stop = matcher, stop_token_ids
-        self._ended = False  # by a stop token, which the matcher may not know
+        self._ended = False  # after a stop token, which the matcher may not know
 
     @property
     def failure(self) -> str:
@@ -224,7 +227,7 @@ class _MatcherState:
                     remedy="use a schema with fewer optional properties or alternatives",
                 )
             raise WorkFailedError(
-                f"token {token_id} may not follow: {self.failure or 'the grammar is complete'}",
+                f"token {token_id} is not allowed here: {self.failure or 'the grammar is complete'}",
                 where="constrained output",
             )
 
@@ -256,14 +259,14 @@ class _TokenTable:
 
 def _require_text(value: object, where: str) -> str:
     if not isinstance(value, str) or not value:
-        raise RequestError(f"{value!r} is not a text", where=where)
+        raise RequestError(f"{value!r} is not a non-empty text", where=where)
     if any("\ud800" <= character <= "\udfff" for character in value):
         raise RequestError(f"{value!r} contains half of a surrogate pair", where=where)
     return value
 
 
 def _error_message(matcher: Any) -> str:
-    """Return the error of the matcher, without the state that it appends."""
+    """Return the error message of the matcher, without the dump of its state."""
     message, _, _ = str(matcher.get_error()).partition("<state>")
     lines = message.strip().splitlines()
     if not lines or lines[0].startswith(("NoExtension", "panic")):

@@ -68,7 +68,7 @@ class TritonAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
         if layer.options is not None:
-            raise RequestError("the Triton kernels have neither sinks nor bounds on scores")
+            raise RequestError("the Triton kernels support neither attention sinks nor capped scores")
         table = self._tables[self._table_of[layer.index]]
         cached = self._layers[layer.index], table, self._positions
         self._kernels.store(k, v, *cached)
@@ -78,7 +78,7 @@ class TritonAttention:
 class MixedAttention:
     """Attention of a step with decoding samples and samples in prefill.
 
-    Decoding samples use the same attention as in a step in which all samples decode, the others
+    Decoding samples use the same attention as in a step without prefill. Samples in prefill use
     `PagedAttention`.
     """
 
@@ -110,7 +110,7 @@ class DecodeStep:
 
     Args:
         shape: (R, B).
-        graphs: handle of the memory pool of captured graphs; None to capture no graph.
+        graphs: handle of the memory pool that captured graphs share; None to capture no graph.
     """
 
     def __init__(
@@ -130,7 +130,10 @@ class DecodeStep:
         self._hidden: Tensor | None = None
 
     def __call__(self, batch: StepBatch) -> Tensor:
-        """Compute last hidden states float[S, d] of a batch that only decodes; valid until the next call."""
+        """Return the last hidden states float[S, d] of a batch that only decodes.
+
+        The next call may overwrite the result.
+        """
         self._copy_inputs(batch)
         if self._graph is None:
             # The first call runs without a graph, which compiles the kernels to capture.

@@ -1,8 +1,8 @@
-"""Drafts: cheaper models that propose the next tokens of samples.
+"""Draft models: cheaper models that propose the next tokens of samples.
 
-A draft draws with the random numbers that the sampler will use at the same positions, and with temperature,
-top-k, top-p and min-p. A draft with the model's distribution therefore proposes exactly the token that the
-sampler draws, at any temperature.
+A draft draws with the random numbers that the sampler will use at the same positions, and applies
+temperature, top-k, top-p and min-p. So where the draft has the model's distribution, it proposes the token
+that the sampler draws, at any temperature.
 """
 
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ _PREFILL_CHUNK_TOKENS = 1024  # most tokens of a prompt that a draft computes at
 
 
 class Draft:
-    """Samples draft tokens from the model in fewer bits, on the model's own cache.
+    """Samples draft tokens from a copy of the model with int8 matrices, on the model's own cache.
 
-    The step that verifies draft tokens overwrites what the draft writes to the cache.
+    The draft writes keys and values to the cache. The step that verifies its tokens overwrites them.
 
     Args:
         cost: time of a step of the draft, as a share of a step of the model.
@@ -67,17 +67,16 @@ class Draft:
         return tables
 
     def _record_drafts(self, rows: Rows, counts: Tokens) -> None:
-        """Record that the cache has the last tokens of `rows` and all but the last of `counts` drafts."""
+        """Record that the cache has all tokens of `rows`, and all but the last of `counts` draft tokens."""
 
 
 class DraftModel(Draft):
-    """Samples draft tokens from another model.
+    """Samples draft tokens from another model, with a cache of its own.
 
-    Its cache has the block numbers of those layers of the model that have the largest window.
-
-    The model can compute tokens that the draft has not computed, and blocks are shared, copied and reused.
-    The cache therefore identifies the content of a block by a hash of its tokens and of all tokens before it.
-    `_prepare` computes the tokens that the cache lacks.
+    The draft's cache uses the block numbers that the scheduler allocates for the model's layers with the
+    largest window. Some of these blocks hold tokens that the draft has not computed, and blocks are shared,
+    copied and reused. The draft therefore remembers for each block a hash of the block's tokens and all
+    tokens before. `_prepare` computes the tokens that the draft's cache lacks.
 
     Args:
         windows: number of distinct windows of the draft.
@@ -89,7 +88,7 @@ class DraftModel(Draft):
     ) -> None:
         super().__init__(sequences, runner, cost)
         self._windows, self._table = windows, table
-        self._digests: dict[int, bytes] = {}  # of the draft's content of each block
+        self._digests: dict[int, bytes] = {}  # by block, the digest of its content in the draft's cache
         rows = len(sequences.entries)
         # For each row: its sample, the number of tokens in the cache, and the block of the last of them.
         self._arrival, self._known, self._last = np.zeros((3, rows), dtype=np.int64)
@@ -151,12 +150,12 @@ def _make_batch(inputs: Sequence[NDArray[np.integer]], starts: Tokens, tables: B
 def make_draft_runner(
     draft: Decoder | None, runner: Runner, decoder: Decoder, num_blocks: int, positions: int
 ) -> Runner:
-    """Return a runner for `draft` with a cache of its own, or for the model in int8 on the model's cache.
+    """Return a runner for `draft` with its own cache; without a draft, for the model in int8 on its cache.
 
     Args:
         runner, decoder: those of the model.
         num_blocks: blocks of the engine's largest pool.
-        positions: the engine's most tokens of a sample with its prompt.
+        positions: maximum number of tokens of prompt and sample together in the engine.
 
     Raises:
         RequestError: when the draft has another vocabulary, fewer positions or linear attention. Without a

@@ -29,10 +29,11 @@ def compute_embeddings(
 ) -> Iterator[list[NDArray[np.float32]]]:
     """Yield the embeddings float32[d] of tokenized texts in order, normalized to unit length.
 
-    Each iteration computes at most `_CHUNK_TOKENS` tokens and returns the embeddings that it completes.
+    Each iteration computes at most `_CHUNK_TOKENS` tokens and yields the embeddings that it completes.
 
     Args:
-        runner: returns the runner with the current weights.
+        runner: returns the runner with the current weights; called in every iteration.
+        pooling: "mean" averages the hidden states of a text; "last" takes that of its last token.
         adapter: number of an adapter, or -1.
     """
     pairs = [ScoringPair(np.array(text, dtype=np.int64), 0) for text in texts]

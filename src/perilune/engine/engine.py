@@ -64,25 +64,28 @@ _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Samples from one decoder, and scores with it.
+    """Samples from one decoder, and computes log-probs of given tokens.
 
     Not thread-safe.
 
     Args:
-        decoder: the model, on its device and in its dtype. The engine copies its weights now and at every
-            `update_weights`, so training does not change a version. A `TransformersModel` is not copied.
-        slots: most samples in flight at once.
+        decoder: the model, on its device and in its dtype. The engine copies the weights now and in every
+            `update_weights`, so training does not change the weights of a version. A `TransformersModel` is
+            not copied.
+        slots: maximum number of samples in flight.
         cache_tokens: size of the KV cache in tokens of all samples, rounded up to whole blocks. By default
-            enough for `slots` samples of the longest kind, at most 4 GiB.
-        token_budget: most tokens computed in one step; longer prompts are split into chunks.
-        score_tokens: most tokens of one scoring batch.
+            enough for `slots` samples of maximum length, but at most 4 GiB.
+        token_budget: maximum number of tokens computed in one step, at least 2 * `slots`. Longer prompts are
+            split into chunks.
+        score_tokens: maximum number of tokens of one scoring batch.
         tokenizer: required for stop texts and for the text of deltas.
         runner: creates the runner from the decoder and the number of blocks for each of its
-            `distinct_windows`. Its attribute `block_size` is the number of tokens per block, 16 if missing.
+            `distinct_windows`. If this function has an attribute `block_size`, a block holds that many tokens
+            instead of 16.
 
     Attributes:
         version: policy version of the weights.
-        checksum: checksum of the weights of the last `update_weights`; empty before.
+        checksum: checksum of the weights of the last `update_weights`; "" before the first.
         counters: counts since the engine was created.
     """
 
@@ -155,7 +158,7 @@ class Engine:
         self._token_count = count
 
     def record_routes(self) -> None:
-        """Return the routes of a mixture of experts with each sample. Call it before the first request.
+        """Return with each sample the experts that computed its tokens. Call it before the first request.
 
         Raises:
             RequestError: for a dense model, or a runner that cannot record.
@@ -164,7 +167,7 @@ class Engine:
         self._start_empty()
 
     def offload(self, settings: OffloadSettings) -> None:
-        """Keep the blocks that the prefix cache evicts. Call it before the first request.
+        """Offload blocks that the prefix cache evicts. Call it before the first request.
 
         Raises:
             RequestError: for a runner whose cache cannot be read.
@@ -173,9 +176,9 @@ class Engine:
         self._start_empty()
 
     def speculate(self, settings: SpeculationSettings) -> None:
-        """Propose tokens and verify several in one step. Call it before the first request.
+        """Turn on speculative decoding. Call it before the first request.
 
-        The samples stay the same, bit for bit.
+        All samples stay the same, bit for bit.
 
         Raises:
             RequestError: for a runner whose logits depend on the division of a sequence into steps, for
@@ -185,14 +188,14 @@ class Engine:
             raise RequestError(
                 "the model has linear attention, whose state cannot drop a rejected token",
                 where="speculation",
-                remedy="turn it off for this model",
+                remedy="turn speculation off for this model",
             )
         if not self.speculates_exactly:
             raise RequestError(
                 f"with {type(self._runner).__name__}, the logits of a token depend on the number of tokens in"
                 " the step, so speculation would change samples",
                 where="speculation",
-                remedy="turn it off, or sample on a CPU from a model that Perilune computes itself",
+                remedy="turn speculation off, or sample on a CPU from a model that Perilune computes itself",
             )
         self._draft = self._make_draft(settings)
         self._speculation = settings
@@ -200,7 +203,7 @@ class Engine:
 
     @property
     def speculates_exactly(self) -> bool:
-        """True if `speculate` is possible. The states of linear attention cannot be rolled back."""
+        """True if `speculate` is possible: not with linear attention, whose state cannot be rolled back."""
         return not self._has_linear_attention and is_split_invariant(self._runner)
 
     @property
@@ -270,7 +273,7 @@ class Engine:
         return partial
 
     def sampled_so_far(self, request_id: int) -> dict[int, Completion]:
-        """Return the started, unfinished samples of a request by index. They continue."""
+        """Return the started, unfinished samples of a request so far, by index. Sampling continues."""
         entry = self._outputs.entries.get(request_id)
         rows = [] if entry is None else self._scheduler.rows_of(entry)
         return {int(self._sequences.sample[row]): self._outputs.partial_completion(row) for row in rows}
@@ -383,8 +386,8 @@ class Engine:
     ) -> list[NDArray[np.float32]]:
         """Return log-probs float32[T] of each `token_ids[i]` after `prompt_ids[i]`.
 
-        They equal those of `sample`. Scoring uses free blocks; samples in flight may be preempted, which does
-        not change them.
+        They equal the log-probs of `sample`. Scoring needs free blocks and may preempt samples in flight,
+        which does not change these samples.
 
         Raises:
             RequestError: on an empty prompt, a token outside the vocabulary, or more tokens than the model or
@@ -404,8 +407,8 @@ class Engine:
     ) -> Iterator[list[PromptLogprobs]]:
         """Yield log-probs float32[T - 1] of texts of T tokens, and the `top` most likely tokens by position.
 
-        The first token has none. Each iteration computes a bounded number of tokens and yields the texts that
-        are complete. `step` may be called between iterations, and does not depend on them.
+        The first token has no log-prob. Each iteration computes a bounded number of tokens and yields the
+        results that are complete. `step` may be called between iterations, and does not depend on them.
 
         Raises:
             RequestError: as `score`.
@@ -414,7 +417,7 @@ class Engine:
         for index, text in enumerate(token_ids):
             self._limits.check_tokens(text, 0, f"prompt {index}")
             pairs.append(ScoringPair(np.array(text, dtype=np.int64), len(text) - 1, self._block_size))
-        number = self._adapters.find_number(adapter, "score")
+        number = self._adapters.find_number(adapter, "prompt_logprobs")
         with self._adapters.pin(number):
             yield from self._score_pairs(pairs, 1.0, number, top)
 
@@ -464,7 +467,7 @@ class Engine:
         with self._adapters.pin(number):
             yield from compute_embeddings(self._torch_runner, token_ids, pooling, number)
 
-    @torch.inference_mode(False)  # `update_weights` writes to the copies that this may make
+    @torch.inference_mode(False)  # may copy weights, which `update_weights` overwrites later
     def _torch_runner(self) -> TorchRunner:
         if not isinstance(self._runner, HiddenStateRunner):
             raise RequestError(
@@ -478,15 +481,16 @@ class Engine:
     def update_weights(
         self, state: Mapping[str, Tensor] | None, version: int, *, recompute: bool = True
     ) -> None:
-        """Use `state` as the weights of policy `version`, or the current weights of the decoder if None.
+        """Load `state` into the decoder, and sample from it as policy `version`.
 
-        `state` is loaded into the decoder. May be called between two steps, also from `on_progress`: each
-        token records the version that sampled it.
+        May be called between two steps, also from `on_progress`: each token records the version that sampled
+        it.
 
         Args:
+            state: the new weights; None for the current weights of the decoder.
             recompute: recompute the keys and values of samples in flight, which then continue exactly as if
-                they had started with the new weights and their tokens so far. Otherwise they continue at once
-                on the old keys and values, and log-probs are those of the mixture.
+                they had started with the new weights and their tokens so far. Otherwise the new weights read
+                the keys and values of the old weights, and the log-probs are those of this mixture.
 
         Raises:
             RequestError: when names or shapes differ from the decoder's. Nothing has changed then.
@@ -514,19 +518,20 @@ class Engine:
         self._runner.load_adapters(self._adapters.drop_unused(in_use), self._source)
 
     def check_adapter(self, adapter: Adapter) -> None:
-        """Check that an adapter fits the decoder. Another thread may do this while the engine samples.
+        """Check that an adapter fits the decoder. Another thread may call this while the engine samples.
 
         Raises:
-            RequestError: when it does not fit, or adapts experts, whose rows are not those of the step.
+            RequestError: when the adapter does not fit, or has matrices for experts. An expert computes only
+                the rows that the router sends to it, so adapters cannot be selected by row of the step.
         """
         expert = next((name for name in adapter.pairs if ".experts." in name), None)
         if expert is not None:
             raise RequestError(
-                "adapters of experts cannot be applied to single requests",
+                "an adapter with matrices for experts cannot be applied to single requests",
                 where=f"adapter, {expert}",
-                remedy="merge the adapter into the model, or train one without experts' maps",
+                remedy="merge the adapter into the model, or train one that leaves the experts out",
             )
-        # Training knows the checksum of the base in float32.
+        # The adapter's checksum of its base was computed in float32.
         base = self._source.widened() if isinstance(self._source, StoredDecoder) else self._source
         with base.in_memory():
             adapter.check(base)
@@ -537,7 +542,7 @@ class Engine:
         Requests that were added before keep the older adapter.
 
         Args:
-            checked: whether `check_adapter` has accepted it.
+            checked: whether `check_adapter` has accepted the adapter.
 
         Raises:
             RequestError: when the adapter does not fit the decoder, or the runner cannot apply adapters.
@@ -561,17 +566,17 @@ class Engine:
     # -- memory ------------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self, *, recompute: bool = False) -> None:
-        """Empty the prefix cache; `recompute` also recomputes the keys and values of samples in flight."""
+        """Empty the prefix cache; with `recompute`, also recompute the cached tokens of samples in flight."""
         self._scheduler.switch_weights(self.version, recompute=recompute)
 
     def sleep(self) -> None:
         """Free the cache and the runner's copy of the weights, until `wake_up`.
 
-        Meanwhile requests can be added but no step computed. Samples in flight are recomputed afterwards.
-        `update_weights` takes effect when the engine wakes up.
+        A sleeping engine accepts requests, but `step` raises an error. After `wake_up`, samples in flight are
+        recomputed, with the weights of the last `update_weights`.
 
         Raises:
-            RequestError: when the engine records routes, which it would lose.
+            RequestError: when the engine records routes, because it would lose them.
         """
         if self._routes is not None:
             raise RequestError("an engine that records routes cannot sleep")
@@ -620,7 +625,7 @@ class Engine:
         return self._sampler.draw(logits, rows, logits_of, self._outputs.make_masks(rows))
 
     def _deliver(self, rows: Rows, drawn: DrawnTokens) -> bool:
-        """Pass the drawn tokens to their requests; return whether all log-probs are finite."""
+        """Add the drawn tokens to the outputs of their requests; return whether all log-probs are finite."""
         finite = np.isfinite(drawn.logprobs)
         if not finite.all():
             self._outputs.failures |= dict.fromkeys(rows[~finite].tolist(), self._not_finite_error())
@@ -676,7 +681,7 @@ class Engine:
         return logits
 
     def _drop_failed(self) -> None:
-        """Drop the requests of failed samples."""
+        """Report the errors in `failures`, and drop the requests that they belong to."""
         failures, self._outputs.failures = self._outputs.failures, {}
         for row, failure in failures.items():
             entry = self._sequences.entries[row]

@@ -1,9 +1,9 @@
-"""The runner for GPUs, which replays CUDA graphs of steps in which all samples decode.
+"""The runner for GPUs, which replays CUDA graphs for steps in which all samples decode.
 
-A step of a small model runs hundreds of kernels of a few microseconds each, and launching them from Python
-takes longer than running them. A graph launches them all at once. A graph has a fixed shape, so there is one
-for each of several numbers of rows and of columns of the block table. Graphs are captured on first use and
-share their memory.
+A step of a small model runs hundreds of kernels of a few microseconds each. Launching them from Python takes
+longer than running them, whereas a graph launches all of them at once. A graph has a fixed shape, so the
+runner keeps one graph for each `bucket` of row counts and block table widths. Graphs are captured on first
+use and share their memory.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from perilune.models.kernels import has_triton
 from perilune.models.narrow import NarrowKind
 
 _FEWEST_COLUMNS = 1024 // BLOCK
-_COLUMN_STEP = 4  # programs for columns beyond the end of a sequence exit at once and cost almost nothing
+_COLUMN_STEP = 4  # factor between widths: programs for columns beyond the end of a sequence exit at once
 
 
 class GraphRunner(TorchRunner):
@@ -36,8 +36,8 @@ class GraphRunner(TorchRunner):
     kernel of `models/triton_experts.py` in all steps.
 
     Args:
-        decoder: the decoder whose weights are copied. `load_weights` overwrites the copy, so graphs stay
-            valid.
+        decoder: the decoder whose weights are copied. `load_weights` overwrites the copy in place, so graphs
+            stay valid.
         num_blocks: blocks of the cache for each of the `distinct_windows`, including the null block.
         weights: how matrices are stored; by default products have the decoder's precision. int8 saves memory
             but no time, because matrices are widened for each product.
@@ -111,7 +111,7 @@ class GraphRunner(TorchRunner):
 def supports(config: DecoderConfig) -> bool:
     """Return whether the kernels compute this model.
 
-    They have no latent or linear attention, sinks, bounded scores, or experts with biases.
+    They do not support latent or linear attention, attention sinks, capped scores, or experts with biases.
     """
     plain = config.latent is None and config.delta is None and not config.family.expert_bias
     return plain and not config.family.sinks and config.score_softcap is None

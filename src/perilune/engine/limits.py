@@ -27,7 +27,7 @@ class EngineLimits:
 
     Attributes:
         vocab_size: tokens are 0 .. vocab_size - 1.
-        positions: most tokens of a sequence.
+        positions: maximum number of tokens of a sequence that the model supports.
         num_blocks: blocks of the cache, including the null block.
         has_tokenizer: whether stop texts are possible.
         block_size: tokens per block.
@@ -86,9 +86,13 @@ class EngineLimits:
         """Raise a RequestError for a prompt that does not fit with `new_tokens` further tokens."""
         total = len(prompt) + new_tokens
         if not len(prompt):
-            raise RequestError("has no tokens", where=where)
+            raise RequestError("there are no tokens", where=where)
         if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
-            raise RequestError(f"has a token outside 0..{self.vocab_size - 1}", where=where)
+            raise RequestError(
+                f"a token is outside the vocabulary, 0 to {self.vocab_size - 1}",
+                where=where,
+                remedy="encode the text with the tokenizer of this model",
+            )
         if total > self.positions:
             raise RequestError(
                 f"{len(prompt)} tokens and {new_tokens} more exceed the model's {self.positions} positions",
@@ -106,16 +110,17 @@ class EngineLimits:
 def check_state_dict(state: Mapping[str, Tensor], decoder: Decoder) -> None:
     """Raise a RequestError unless `state` has the names and shapes of the decoder."""
     expected = decoder.state_dict()
-    if missing := sorted(expected.keys() ^ state.keys()):
-        raise RequestError(f"only one of the decoder and the new state has {missing[0]}", where="new weights")
+    if different := sorted(expected.keys() ^ state.keys()):
+        what = f"only one of the decoder and the new state has {different[0]}"
+        raise RequestError(what, where="new weights")
     for name, tensor in expected.items():
         if state[name].shape != tensor.shape:
             shapes = f"{list(state[name].shape)}, not {list(tensor.shape)}"
-            raise RequestError(f"{name} is {shapes}", where="new weights")
+            raise RequestError(f"{name} has shape {shapes}", where="new weights")
 
 
 def default_cache_tokens(config: DecoderConfig | ModelShape, slots: int) -> int:
-    """Return the tokens of `slots` samples of the longest kind, or as many as fit `DEFAULT_CACHE_BYTES`."""
+    """Return the tokens of `slots` samples of maximum length, or as many as fit `DEFAULT_CACHE_BYTES`."""
     size = torch.float32.itemsize
     if isinstance(config, ModelShape):
         room = DEFAULT_CACHE_BYTES // config.cache_bytes(BLOCK, size)

@@ -1,4 +1,4 @@
-"""Describes steps and the cache to the C kernels, and provides their attention to a decoder in torch."""
+"""Describes steps and the cache to the C kernels, and wraps their attention for the decoder in torch."""
 
 from ctypes import Array
 
@@ -31,11 +31,11 @@ class NativeStep:
     """A batch for the kernels.
 
     Args:
-        routes: where the decoding step writes the routes of its tokens.
+        routes: the store to which the kernels write the routes of the tokens; None to record none.
 
     Attributes:
         step: the argument of the kernels, with pointers into this object.
-        logits: float32[R, V], which the decoding step writes.
+        logits: float32[R, V], which the kernels write.
     """
 
     def __init__(self, batch: StepBatch, vocab_size: int = 0, routes: RouteStore | None = None) -> None:

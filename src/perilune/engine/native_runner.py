@@ -24,9 +24,9 @@ CacheKind = Literal["float32", "bfloat16", "int8"]
 class NativeRunner:
     """Computes in float32. Weights and cache may be stored in fewer bits.
 
-    With both in float32, a token has the same bits in every batch and however its prompt is split into
-    chunks, and they equal the learner's. A `TorchRunner` on the same cache computes steps with adapters
-    and hidden states.
+    With both in float32, the logits of a token have the same bits in every batch and for every division of
+    its sequence into steps, and equal the learner's. A `TorchRunner` on the same cache computes steps with
+    adapters and hidden states.
 
     Args:
         decoder: the decoder whose weights are copied; `supports` must accept it.

@@ -1,8 +1,8 @@
 """KV offloading: evicted blocks go to host memory, and from there to a file.
 
-A later request loads them if that is faster than computing them. The bytes are those of the cache, so a
-sample is the same with and without offloading. Every block has a checksum; a block whose checksum does not
-match is computed again. The file has no name, so the system deletes it when the process ends.
+A later request loads them if loading is faster than computing. Blocks are stored byte for byte, so samples
+are the same with and without offloading. Every block has a checksum; a block whose checksum does not match is
+computed again. The file has no name, so the system deletes it when the process ends.
 """
 
 import os
@@ -33,8 +33,8 @@ class OffloadSettings:
     """The sizes and location of the store.
 
     Attributes:
-        memory: bytes in host memory.
-        disk: bytes in a file.
+        memory: maximum number of bytes in host memory.
+        disk: maximum number of bytes in a file; 0 for no file.
         folder: folder of the file; None for the system's folder of temporary files.
         always: load blocks even where computing them is faster.
     """
@@ -55,7 +55,7 @@ class OffloadCounters:
         loaded_from_memory, loaded_from_disk: loaded into the cache.
         corrupt: with a wrong checksum, or unreadable.
         refused: not loaded, because computing is faster.
-        disk_failures: 1 once the disk could not be written; it is not written again.
+        disk_failures: 1 once a write to disk has failed, after which the disk is not used; otherwise 0.
     """
 
     stored: int = 0
@@ -81,14 +81,14 @@ class OffloadStore:
     """The offloaded blocks, the least recently used first.
 
     Args:
-        contents: the cache.
+        contents: the cache whose blocks are stored and loaded.
 
     Attributes:
         seconds: the clock that measures copies and steps.
-        compute_seconds: seconds to compute a token of a prompt; 0 until measured.
-        load_seconds: seconds to load a byte.
+        compute_seconds: running mean of the seconds to compute a token of a prompt; 0 until measured.
+        load_seconds: running mean of the seconds to load a byte.
         memory_bytes, disk_bytes: bytes in memory and on disk.
-        disk_failure: the error after which the disk is no longer written; "" before.
+        disk_failure: the error of the failed write after which the disk is no longer used; "" before.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class OffloadStore:
         self.memory_bytes = self.disk_bytes = self._file_end = 0
 
     def save(self, index: int, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Store blocks of pool `index`, sorted from the least to the most likely to be needed again."""
+        """Store blocks of pool `index`. When memory is full, the first blocks leave it first."""
         wanted = []
         for block, digest in zip(blocks, digests, strict=True):
             if (index, digest) in self._stored:
@@ -141,7 +141,7 @@ class OffloadStore:
             self._move_to_disk(next(iter(self._in_memory)))
 
     def read(self, index: int, digests: Sequence[bytes]) -> list[Bytes] | None:
-        """Read stored blocks of pool `index`; None if a checksum is wrong, whose block is deleted."""
+        """Read stored blocks of pool `index`. Delete corrupt blocks; return None if there are any."""
         began = self.seconds()
         contents = [self._read_block((index, digest)) for digest in digests]
         found = [content for content in contents if content is not None]
@@ -174,7 +174,11 @@ class OffloadStore:
         return False
 
     def record_compute_time(self, tokens: int, decodes: int, seconds: float) -> None:
-        """Record the time of a step with `tokens` prompt tokens, unless they are a small part of the step."""
+        """Record the time of a step with `tokens` prompt tokens, unless these are a small part of the step.
+
+        Args:
+            decodes: decoding samples in the step.
+        """
         if tokens < 4 * max(decodes, BLOCK):
             return
         rate = seconds / tokens
@@ -202,14 +206,14 @@ class OffloadStore:
 
     def _copy(self, index: int, blocks: Blocks) -> list[StoredBlock]:
         """Copy blocks of pool `index` from the cache."""
-        # Each row is copied, so that no block keeps the memory of the others.
+        # Copy each row: a view would keep the memory of all rows alive.
         return [
             StoredBlock(zlib.crc32(row.data), row.nbytes, row.copy())
             for row in self._contents.read(index, blocks)
         ]
 
     def _overwrite(self, index: int, blocks: Blocks, contents: Sequence[Bytes]) -> int:
-        """Overwrite blocks of pool `index` in the cache, and return their bytes."""
+        """Overwrite blocks of pool `index` in the cache, and return the number of bytes."""
         stacked = np.stack(contents)
         self._contents.write(index, blocks, stacked)
         return stacked.nbytes

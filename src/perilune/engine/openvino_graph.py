@@ -2,8 +2,8 @@
 
 The decoder is traced on torch's meta device with its weights as inputs, so a graph depends on the
 configuration alone. `PagedGraph.with_weights` inserts the current weights as constants, because OpenVINO
-computes faster with constants than with inputs. Attention is OpenVINO's paged attention operator, which reads
-the engine's block tables.
+runs faster with constants than with inputs. Attention is OpenVINO's paged attention operator, which reads the
+engine's block tables.
 
 N tokens, S sequences, R rows of logits, W distinct windows.
 """
@@ -74,7 +74,7 @@ class PagedGraph:
         """Return an `openvino.Model` with a copy of the current weights of `decoder`.
 
         Args:
-            kind: how matrices are stored. int8 has one scale per output channel. Embeddings stay as they are.
+            kind: how matrices are stored. int8 has one scale per output channel. Embeddings are float32.
         """
         from openvino import opset13
 
@@ -107,12 +107,12 @@ def conversion_error(reason: str) -> RequestError:
     """Return the error for a model that OpenVINO cannot compute."""
     return RequestError(
         f"OpenVINO cannot compute this model: {reason}",
-        remedy="remove the setting that chose OpenVINO, so that Perilune's own engine computes it",
+        remedy="remove the setting that selects OpenVINO; Perilune's own engine then computes the model",
     )
 
 
 def _unsupported_reason(config: DecoderConfig) -> str:
-    """Return the reason why OpenVINO cannot compute a model of Perilune's decoder; "" if it can."""
+    """Return why OpenVINO cannot compute a model that Perilune's decoder implements; "" if it can."""
     if config.experts is not None:
         return "it is a mixture of experts, and a traced graph cannot route tokens to experts"
     if config.latent is not None:
@@ -186,7 +186,7 @@ def _make_step(decoder: Decoder, names: Sequence[str]) -> Callable[..., Tensor]:
         _set_weights(decoder, given)
 
         def attention(q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
-            assert layer.options is None, "a model with them is refused"
+            assert layer.options is None, "models with sinks or capped scores are refused"
             table = config.distinct_windows.index(layer.window)
             flat = [x.reshape(q.shape[0], -1) for x in (q, k, v)]
             caches = [given[f"{name}.{layer.index}"] for name in _CACHES]

@@ -35,7 +35,8 @@ class OpenVino:
         device: CPU, GPU, GPU.1, NPU, ...; AUTO selects a GPU, or the CPU if there is none.
         weights: how matrices are stored; int8 has one scale per output channel.
         cache: how keys and values are stored; u8 has one scale and zero point per token and head.
-        precision: of the computation. By default, OpenVINO's devices would choose a lower one.
+        precision: precision of the computation. It is always set, because OpenVINO's own default is a lower
+            precision on some devices.
     """
 
     device: str = "CPU"
@@ -63,7 +64,7 @@ class OpenVino:
             "INFERENCE_PRECISION_HINT": hints[self.precision],
             "KV_CACHE_PRECISION": hints[self.cache],
             "PERFORMANCE_HINT": "LATENCY",
-            "CACHE_DIR": "",  # each weight update would add a compiled model
+            "CACHE_DIR": "",  # no cache of compiled models: each weight update would add one
         }
         if self.resolved_device == "CPU":
             properties |= {

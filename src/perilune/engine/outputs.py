@@ -52,7 +52,7 @@ class TrackedSample:
 
     Attributes:
         text: None without a tokenizer.
-        constraint: None without one.
+        constraint: None if the request has no constraint.
         raw_logprobs, top_logprobs: of all tokens so far; None if not requested.
     """
 
@@ -74,7 +74,7 @@ class TrackedSample:
         )
 
     def add_token(self, token: int, *, is_stop: bool, may_stop: bool) -> bool:
-        """Add a sampled token; return whether its text ends the sample. Stop tokens are not text."""
+        """Add a sampled token; return whether it completes a stop text. The text excludes stop tokens."""
         if self.constraint is not None:
             self.constraint.advance(token)
         if self.text is None or is_stop:
@@ -84,7 +84,7 @@ class TrackedSample:
 
 
 def _resume_text(tokenizer: Tokenizer, stop: tuple[str, ...], token_ids: list[int]) -> TextStream:
-    """Return the text of a resumed sample after its first tokens, in which a stop text may begin."""
+    """Return the text stream of a resumed sample after its earlier tokens; a stop text may begin in them."""
     text = TextStream(tokenizer, stop)
     for token in token_ids:
         text.push(token, may_stop=False)
@@ -102,12 +102,13 @@ class OutputProcessor:
     """The outputs of all requests in flight.
 
     Args:
-        routes: the routes to return with each whole sample, if they are recorded.
+        routes: the store of recorded routes, from which each whole sample gets its own; None if the engine
+            records none.
 
     Attributes:
         entries: requests by id.
         pending: deltas that `Engine.step` has not returned yet.
-        failures: errors by row; the engine drops their requests and empties this.
+        failures: errors by row. The engine drops the requests of these rows, and then clears the dictionary.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class OutputProcessor:
         self._tracked: dict[int, TrackedSample] = {}  # by row
 
     def register(self, entry: Entry, collection: Collection | None, *, stream: bool) -> None:
-        """Register a request, to collect or to return in deltas."""
+        """Register a request, whose samples go to `collection`, or to deltas if it is None."""
         self.entries[entry.id] = entry
         if collection is not None:
             self._collections[entry.id] = collection
@@ -141,7 +142,7 @@ class OutputProcessor:
         self.pending = [delta for delta in self.pending if delta.request_id != entry.id]
 
     def make_masks(self, rows: Rows) -> dict[int, NDArray[np.int32]]:
-        """Return the masks of tokens that constraints allow, by row. Starts to track new samples."""
+        """Start tracking new samples, and return masks of the tokens that constraints allow, by row."""
         masks: dict[int, NDArray[np.int32]] = {}
         for row in rows.tolist() if self._streams else []:
             entry = self._sequences.entries[row]
@@ -185,7 +186,7 @@ class OutputProcessor:
 
     @contextmanager
     def _catch_failure(self, row: int) -> Iterator[None]:
-        """Turn an error into the failure of the request of `row`."""
+        """Store an error of the block in `failures`, as the error of the sample in `row`."""
         try:
             yield
         except (KeyboardInterrupt, SystemExit):
@@ -194,7 +195,9 @@ class OutputProcessor:
             self.failures[row] = failure
         except BaseException as error:  # panics in grammars and tokenizers are not Exceptions
             _log.exception("a sample failed")
-            self.failures[row] = WorkFailedError(f"the sample failed: {type(error).__name__}")
+            self.failures[row] = WorkFailedError(
+                f"the text or constraint of a sample failed with {type(error).__name__}", remedy="see the log"
+            )
 
     def _update_tracked(
         self, row: int, drawn: DrawnTokens, index: int, ends: tuple[NDArray[np.bool_], ...], version: int
@@ -287,10 +290,10 @@ class OutputProcessor:
         )
 
     def _gather_routes(self, row: int) -> Routes | None:
-        """Return the routes of all computed tokens of a sample, gathered once when it ends.
+        """Return the routes of all computed tokens of a sample.
 
-        After a weight update without recomputation, the routes of the prompt are missing, because older
-        weights chose them.
+        After a weight update without recomputation, the routes of the prompt are marked as missing, because
+        older weights chose them.
         """
         if self._routes is None:
             return None

@@ -1,7 +1,7 @@
 """The attention of one step over the paged cache, in torch.
 
-Blocks are gathered into the order of positions before each product. The copy ensures that a query has the
-same bits as when its whole sequence is computed at once: see `models/attention.py`.
+Before each product, blocks are copied into the order of positions. With this layout, a query has the same
+bits as when its whole sequence is computed at once (see `models/attention.py`).
 """
 
 from collections import defaultdict
@@ -18,8 +18,8 @@ from perilune.engine.cache import CacheSlots, GatherIndices, PagedCache, slot_ma
 from perilune.engine.step import StepBatch
 from perilune.models.attention import AttentionLayer, attend
 
-_ALIGNMENT = 192 // BLOCK  # blocks; keys outside a window are skipped in multiples of this (see `attend`)
-_MAX_QUERIES = 512  # of one sequence in a product
+_ALIGNMENT = 192 // BLOCK  # keys before a window are skipped in multiples of so many blocks (see `attend`)
+_MAX_QUERIES = 512  # maximum number of queries of one sequence in a product
 _MAX_SCORES = 1 << 24  # attention scores in memory at a time
 
 
@@ -28,9 +28,9 @@ class _QueryGroup:
     """Queries of S sequences that are computed together, M per sequence.
 
     Attributes:
-        tokens: int64[S, M] indices in the batch.
-        positions: int64[S, M].
-        tables: int64[W, S, B].
+        tokens: int64[S, M], indices of the tokens in the batch.
+        positions: int64[S, M], their positions.
+        tables: int64[W, S, B], the block tables.
     """
 
     tokens: NDArray[np.int64]
@@ -39,7 +39,7 @@ class _QueryGroup:
 
 
 class PagedAttention:
-    """An `Attention` for the decoder that stores the tokens of one step and attends from them.
+    """An `Attention` for the decoder: it stores keys and values of the tokens of one step, then attends.
 
     Args:
         batch: the batch of the step.
@@ -88,7 +88,7 @@ class _GroupAttention:
         self.tokens = torch.from_numpy(queries.tokens.ravel()).to(q.device)
 
     def __call__(self, q: Tensor, cache: PagedCache, layer: AttentionLayer) -> Tensor:
-        """float[S * M, H, E]."""
+        """Return the attention outputs float[S * M, H, E]."""
         sequences, heads, group, count, size = self._shape
         q = q.index_select(0, self.tokens)
         if count > 1:
@@ -119,7 +119,10 @@ class _GroupAttention:
 
 
 def causal_mask(at: Tensor, columns: Tensor, window: int | None, like: Tensor) -> Tensor:
-    """Return 0 where a query at position `at` sees the key of a column, otherwise -inf; a tensor `like`."""
+    """Return a mask: 0 where a query at position `at` sees the key of a column, otherwise -inf.
+
+    The shapes of `at` and `columns` are broadcast. Dtype and device are those of `like`.
+    """
     unseen = columns > at
     if window is not None:
         unseen |= columns <= at - window
@@ -153,7 +156,10 @@ def _group_queries(batch: StepBatch) -> Iterator[_QueryGroup]:
 
 
 def _pad_queries(batch: StepBatch, pieces: Sequence[tuple[int, int, int]]) -> _QueryGroup:
-    """Return tokens begin .. stop - 1 of each sequence, padded to the longest by repeating the last token."""
+    """Return the queries of `pieces`: (sequence, begin, stop) for tokens begin .. stop - 1.
+
+    Shorter pieces are padded to the longest by repeating the last token.
+    """
     sequences, begins, stops = np.array(pieces).T
     tokens = begins[:, None] + np.arange(int((stops - begins).max()))
     tokens = np.minimum(tokens, stops[:, None] - 1)

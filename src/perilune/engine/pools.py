@@ -1,10 +1,10 @@
 """Block pools, one for each window size among the layers.
 
 Layers without a window cache the whole sequence of a sample. Layers with a window cache only the tokens that
-the next query sees. So a sample has one block table per window size, with blocks from separate pools. Column
-j of every table stands for the same sixteen tokens; outside the window it holds the null block.
+the next query sees. So a sample has one block table per window size, and each table has a pool of its own.
+Column j of every table stands for the same tokens; outside the window it holds the null block.
 
-W is the number of windows, as in `DecoderConfig.distinct_windows`.
+W is the number of window sizes, as in `DecoderConfig.distinct_windows`.
 """
 
 import time
@@ -21,17 +21,17 @@ from perilune.models.memory import MAX_STATE_TOKENS, max_blocks_touched
 
 
 class BlockPools:
-    """The pools of all windows, which allocate and release a column of all tables together.
+    """The pools of all window sizes, which allocate and release columns of all tables together.
 
     Args:
-        counts: number of blocks for each window, including the null block.
-        windows: tokens that a query sees, including its own; None for all before it.
+        counts: number of blocks for each window size, including the null block.
+        windows: tokens that a query sees, including its own; None for all preceding tokens.
         clock: returns seconds; used for sessions with an announced return.
         store: receives the evicted blocks.
         block_size: tokens per block.
 
     Attributes:
-        max_chunk_tokens: maximum number of tokens of one sequence in a step.
+        max_chunk_tokens: maximum number of tokens of one sequence in a step; limited by linear attention.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class BlockPools:
         return np.stack([self.tree.allocate(index, count) for index in range(len(self.pools))])
 
     def allocate_temporarily(self, count: int) -> Blocks | None:
-        """Return int32[W, count] blocks for scoring, or None if they are not free now.
+        """Return int32[W, count] blocks for scoring, or None if too few are available.
 
-        A smaller pool repeats its blocks in turn, because blocks outside the window may be overwritten.
+        A pool with fewer blocks repeats them in turn, because blocks outside the window may be overwritten.
         """
         sizes = [min(count, pool.count - 1) for pool in self.pools]
         if any(size > pool.num_available for size, pool in zip(sizes, self.pools, strict=True)):
@@ -100,9 +100,11 @@ class BlockPools:
             self.tree.release(index, of_window, returns_in)
 
     def has_room(self, digests: Sequence[bytes], length: int, chunk_tokens: int, spare: int) -> bool:
-        """Return whether `length` tokens with these `digests` fit and leave `spare` blocks.
+        """Return whether a sample of `length` tokens fits and leaves `spare` blocks available.
 
-        At most `chunk_tokens` of them are computed at once.
+        Args:
+            digests: of the sample's full blocks, some of which may be cached.
+            chunk_tokens: maximum number of its tokens that one step computes.
         """
         path = self.tree.match_nodes(digests)
         starts = self.window_starts(len(path) * self.block_size)
@@ -117,7 +119,7 @@ class BlockPools:
         return True
 
     def release_outside_windows(self, sequences: Sequences, rows: Rows) -> None:
-        """Release the blocks that no later query sees, and put the null block into the tables."""
+        """Release the blocks of `rows` that no later query sees; their columns get the null block."""
         tables = zip(self.windows, sequences.blocks, sequences.released_columns, strict=True)
         for index, (window, blocks, released) in enumerate(tables):
             if window is None:

@@ -1,18 +1,18 @@
 """The prefix cache: a tree of full blocks by the hash of their tokens, and the order of eviction.
 
-A node is a full block of tokens, in every pool that has its keys and values. Its parent is the block before.
-A prefix can be continued if layers without a window have all of its blocks, and layers with a window have the
-blocks that the next query sees. Two rules keep the cache free of blocks that no request can use again
-(compare SGLang's unified radix tree):
+A node stands for the tokens of one full block. It holds one block in each pool that caches their keys and
+values. Its parent is the node of the preceding tokens. A request can continue a prefix if the layers without
+a window have all of its blocks, and the layers with a window have the blocks that the next query sees. Two
+rules keep the cache free of blocks that no request can use again (compare SGLang's unified radix tree):
 
 * Layers without a window evict the end of a branch before its beginning.
-* Layers with a window first evict blocks that lie outside the last window of every *end*: a leaf, or a node
-  from which several requests continued. When the last window of a leaf is evicted, its branch goes with it,
-  up to the next end.
+* Layers with a window first evict blocks that lie outside the last window of every *end*. An end is a leaf,
+  or a node from which several requests continued. When the last window of a leaf is evicted, its branch is
+  removed up to the next end.
 
 The least recently used leaf is evicted first. A request may announce in how many seconds its session returns,
 for example because a tool is running. Until three times this time has passed, its leaf is evicted after all
-others; of several such leaves, the one that returns last is evicted first.
+other leaves. Among such leaves, the one whose session returns last is evicted first.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ _PATIENCE_FACTOR = 2.0  # a late session keeps its priority for this many times 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A full block.
+    """The tokens of a full block.
 
     Attributes:
-        column: its index in the sequence.
-        blocks: its block in each pool, or the null block.
-        pins: by pool, the number of ends whose last window contains it.
-        children: number of nodes that continue it.
-        last_used: number of releases until it was last released.
-        expected_return: time in seconds at which its session is expected, and time at which that expectation
-            ends; 0 if unknown.
-        heap_entry: number of its entry in the heap of leaves, or 0.
+        digest: hash of these tokens and all tokens before.
+        parent: the node of the preceding block; None for the first.
+        column: index of the block in the sequence.
+        blocks: the block in each pool, or the null block.
+        pins: by pool, the number of ends whose last window contains the node.
+        children: number of nodes that continue this one.
+        last_used: value of the release counter when the node was last released.
+        expected_return: time in seconds at which the session is expected, and time until which it is
+            expected; 0 if unknown.
+        heap_entry: number of the node's entry in the heap of leaves, or 0.
     """
 
     digest: bytes
@@ -62,10 +64,10 @@ Leaf = tuple[int, float, int, Node]
 
 @dataclass(slots=True)
 class PrefixTree:
-    """The nodes of all pools. It updates the pools' counts of cached blocks.
+    """The nodes of all pools. The tree updates the number of cached blocks of each pool.
 
     Args:
-        windows: tokens that a query sees in the layers of each pool; None for all before it.
+        windows: by pool, the number of tokens that a query sees in its layers; None for all preceding tokens.
         clock: returns seconds; used for announced returns.
         store: receives the evicted blocks.
         block_size: tokens per block.
@@ -107,7 +109,7 @@ class PrefixTree:
     # -- finding -----------------------------------------------------------------------------------------
 
     def match_nodes(self, digests: Sequence[bytes]) -> list[Node | None]:
-        """Return the nodes of the longest prefix of a sequence that can be continued."""
+        """Return the nodes of the longest prefix that a request with these digests can continue."""
         path = [self._nodes.get(digest) for digest in digests]
         return path[: self._longest_usable(self._find_missing(path))]
 
@@ -133,7 +135,7 @@ class PrefixTree:
         return [int(window_start(window, np.array(computed), self.block_size)) for window in self.windows]
 
     def acquire_prefix(self, digests: Sequence[bytes]) -> Blocks:
-        """Add a reference to each block int32[W, C] of the longest cached prefix; null outside a window."""
+        """Reference and return the blocks int32[W, C] of the longest cached prefix; null outside a window."""
         self._pin_fork(digests)
         path = [self._nodes.get(digest) for digest in digests]
         missing = self._find_missing(path)
@@ -149,7 +151,11 @@ class PrefixTree:
         missing: Sequence[Sequence[bool]],
         known: int,
     ) -> Blocks | None:
-        """Extend the prefix of `known` columns with offloaded blocks; None if that is impossible or slow."""
+        """Extend the prefix of `known` columns with offloaded blocks.
+
+        Return None if the store lacks a needed block, loading would be slower than computing, or not enough
+        blocks are free.
+        """
         unavailable = [
             [absent and (index, key) not in store for absent, key in zip(columns, digests, strict=True)]
             for index, columns in enumerate(missing)
@@ -189,7 +195,10 @@ class PrefixTree:
         return table
 
     def allocate(self, index: int, count: int) -> Blocks:
-        """Allocate int32[count] blocks of a pool; the caller has checked `num_available`."""
+        """Allocate blocks int32[count] of a pool, evicting others if necessary.
+
+        The caller has checked `num_available`.
+        """
         pool = self.pools[index]
         assert count <= pool.num_available, "more blocks were allocated than are available"
         while pool.num_free < count:
@@ -203,7 +212,7 @@ class PrefixTree:
     def insert(self, table: Blocks, digests: Sequence[bytes]) -> None:
         """Add the full blocks of a referenced table int32[W, C] under the digests of its columns.
 
-        Where the tree already has a block of the same tokens, the table switches to it and frees its own.
+        Where the tree already has a block of the same tokens, the table uses that block and releases its own.
         """
         parent: Node | None = None
         for column, (blocks, digest) in enumerate(zip(table.T.tolist(), digests, strict=False)):
@@ -263,7 +272,7 @@ class PrefixTree:
                 ends.append(node)
         for node in ends:
             if node.heap_entry or self._nodes.get(node.digest) is not node:
-                continue  # it was reached from another end
+                continue  # already handled with another end
             if returns_in:
                 due = self.clock() + returns_in
                 node.expected_return = due, due + _PATIENCE_FACTOR * returns_in
@@ -291,7 +300,7 @@ class PrefixTree:
                 self._remove_branch(leaf)
 
     def _make_leaf(self, node: Node) -> None:
-        """Make an unreferenced node without children a leaf; if it cannot be continued, remove its branch."""
+        """Make an unreferenced node without children a leaf; remove its branch if it cannot be continued."""
         if not self._is_continuable(node):
             self._remove_branch(node)
             return
@@ -330,7 +339,7 @@ class PrefixTree:
         return None
 
     def _remove_branch(self, leaf: Node) -> None:
-        """Remove a leaf and its ancestors, up to one that is in use or that a request can continue."""
+        """Remove a leaf and its ancestors, up to a node that is in use or that a request can continue."""
         expected_return = leaf.expected_return
         if leaf.heap_entry:
             self._unmark_leaf(leaf)
@@ -416,7 +425,7 @@ class PrefixTree:
         return True
 
     def _last_window(self, end: Node, window: int) -> Iterator[Node]:
-        """Yield the nodes from `end` back to the first that a query after it sees."""
+        """Yield the nodes that a query after `end` sees, from `end` backwards."""
         start = self._window_start(end, window)
         node: Node | None = end
         while node is not None and node.column >= start:

@@ -1,9 +1,9 @@
-"""Recurrent layers over the paged cache.
+"""Recurrent layers (linear attention) over the paged cache.
 
 A block of such a layer holds one state: the state after the last computed token of the block. In a partly
-filled block, this is the current state of its sample. In a full block, it is a snapshot, from which a request
-with the same prefix continues. A token needs only the state after the previous token, like attention with a
-window of two tokens, so block tables, forks, eviction and offloading work as for sliding windows.
+filled block, this is the current state of the sample. In a full block, it is a snapshot from which requests
+with the same prefix continue. A token needs only the state after the previous token, like attention with a
+window of two tokens. So block tables, forks, eviction and offloading work as for sliding windows.
 """
 
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ class PagedRecurrence:
         return convolve(x, before, taps, weight)
 
     def _make_taps(self, width: int) -> NDArray[np.int64]:
-        """Return the inputs int64[N, K] of each token, as indices of token rows and then of stored rows."""
+        """Return the K inputs int64[N, K] of each token: rows of tokens; from N on, rows of stored inputs."""
         taps = np.zeros((self._padded, width), dtype=np.int64)
         for row, (start, length) in enumerate(zip(self._starts, self._lengths, strict=True)):
             offsets = np.arange(length)[:, None] + np.arange(1 - width, 1)

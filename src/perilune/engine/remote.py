@@ -30,9 +30,9 @@ _REMEDIES = {401: _AUTHENTICATE, 403: _AUTHENTICATE, 404: _CHECK_URL}
 class RemoteEngine:
     """Samples from a server with the interface of `Engine`.
 
-    `owned_by` in /v1/models identifies the server: "sglang" is called at /generate, any other at
+    `owned_by` in /v1/models identifies the server: "sglang" is called at /generate, any other server at
     /v1/completions. `perilune serve` returns the same samples as `Engine` with the same weights. Other
-    servers draw their own samples, and do not know the version of their weights.
+    servers draw with their own random numbers, and do not report the version of their weights.
 
     Args:
         url: URL of the server's root or of its /v1, http or https.
@@ -41,13 +41,13 @@ class RemoteEngine:
         reported: the distribution of the server's log-probs. By default "raw" for vLLM, unless it was started
             with --logprobs-mode processed_logprobs, and "tempered" for SGLang, unless
             SGLANG_RETURN_ORIGINAL_LOGPROB is set there.
-        concurrency: most requests at once; each is a prompt with all of its samples.
+        concurrency: maximum number of concurrent requests. A request asks for all samples of one prompt.
         timeout: seconds to wait for one answer.
 
     Attributes:
         positions: most tokens of prompt and sample together; None if the server does not report it.
-        version: the policy version of all samples. A caller that replaces the server's weights sets it. None
-            for the version that the server reports, or 0 if it reports none.
+        version: the policy version to record for all samples; callers set it when they replace the server's
+            weights. With None, samples have the version that the server reports, or 0 if it reports none.
 
     Raises:
         RequestError: when the URL is invalid, or the server rejects the model or the token.
@@ -151,8 +151,14 @@ class RemoteEngine:
             return next(iter(cards.values()))
         if requested in cards:
             return cards[requested]
-        problem = "no model is named" if requested is None else f"has no model {requested!r}"
-        raise RequestError(problem, where=self.url, remedy=f"one of: {', '.join(cards) or 'none'}")
+        names = ", ".join(cards) or "none"
+        if requested is None:
+            raise RequestError(
+                f"no model is named, and the server has {len(cards)} models", where=self.url, remedy=names
+            )
+        raise RequestError(
+            f"the server has no model {requested!r}", where=self.url, remedy=f"one of: {names}"
+        )
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         try:

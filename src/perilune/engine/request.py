@@ -46,11 +46,11 @@ class SamplingParams:
     constraint, temperature, top-k, top-p, min-p. Log-probs are under the resulting distribution.
 
     Attributes:
-        max_tokens: most tokens to sample, including the stop token.
+        max_tokens: maximum number of tokens to sample, including the stop token.
         temperature: divides the logits; 0 takes the most likely token.
         stop_token_ids: tokens that end the sample, as its last token.
-        stop: texts that end the sample. The text of the sample ends before the stop text, its tokens with the
-            token that completed it. Needs an engine with a tokenizer.
+        stop: texts that end the sample. The text of the sample ends before the stop text. Its tokens end with
+            the token that completed the stop text. Needs an engine with a tokenizer.
         min_tokens: before this many tokens, stop tokens cannot be drawn and stop texts are ignored.
         top_k: draw from the k most likely tokens (Fan et al. 2018); 0 for all.
         top_p: draw from the smallest set of tokens with this total probability (Holtzman et al. 2020).
@@ -61,8 +61,8 @@ class SamplingParams:
         frequency_penalty: subtracted once for each occurrence of the token in the sample.
         logit_bias: added to the logits of these tokens.
         raw_logprobs: also return the log-prob of each token under the model's own distribution.
-        top_logprobs: also return this many most likely tokens of each position, with their log-probs under
-            the distribution that was drawn from.
+        top_logprobs: number of most likely tokens to return for each position, with their log-probs under the
+            distribution drawn from.
 
     Raises:
         RequestError: when a number is out of its range.
@@ -96,10 +96,10 @@ class SamplingParams:
             )
         if not all(abs(bias) <= _MAX_MAGNITUDE for bias in self.logit_bias.values()):
             raise RequestError(
-                f"logit_bias holds a number beyond {_MAX_MAGNITUDE:g}", remedy="use -100 to forbid a token"
+                f"logit_bias contains a number beyond {_MAX_MAGNITUDE:g}", remedy="use -100 to forbid a token"
             )
         if any(not text for text in self.stop):
-            raise RequestError("stop holds an empty text", remedy="leave it out")
+            raise RequestError("stop contains an empty text", remedy="leave it out")
 
     @property
     def is_plain(self) -> bool:
@@ -116,9 +116,8 @@ class Prompt:
 
     Attributes:
         token_ids: at least one token.
-        key: (seed, step, task). Together with the index of the sample and the position it determines every
-            draw.
-        position: number of last tokens that belong to the samples' text, as in `Request`.
+        key: (seed, step, task). The key, the index of the sample and the position determine every draw.
+        position: number of tokens at the end of `token_ids` that were sampled before, as in `Request`.
     """
 
     token_ids: list[int]
@@ -127,13 +126,16 @@ class Prompt:
 
 
 class InputEmbeddings(Protocol):
-    """The decoder's inputs for one request whose tokens alone do not determine them."""
+    """The decoder's inputs for one request that are not (only) the embeddings of its tokens.
+
+    For example, a speech model adds the embeddings of several codes.
+    """
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Return float[stop - start, d], the inputs of these positions of prompt and sample."""
 
     def receive_hidden_state(self, hidden: Tensor) -> None:
-        """Take the hidden state float[d] from which the next token is drawn."""
+        """Receive the hidden state float[d] from which the next token is drawn."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,17 +147,18 @@ class Request:
         params: how to sample.
         key: (seed, step, task) of the random numbers; a server uses (seed, 0, 0).
         n: number of samples.
-        position: position of the first random number. To resume a sample after k tokens, append them to the
-            prompt and give k here, n = 1 and its index as `first_sample`.
+        position: position of the first random number. To resume a sample after k tokens, append these tokens
+            to the prompt, and set `position` to k, `n` to 1 and `first_sample` to the index of the sample.
         first_sample: index of the first sample.
         adapter: name of a LoRA adapter given to `Engine.add_adapter`.
         constraint: a grammar that the samples must match.
-        returns_in: seconds until the next request of its session is expected, for example because a tool is
-            running; 0 if unknown. The prefix cache keeps the session longer, and no sample depends on it.
-        continues_text: the text of the samples continues that of the prompt, so a space at its beginning
-            stays. Sentencepiece tokenizers drop that of a text of its own.
-        inputs: replace the embeddings of the tokens; the input of a token must be known before the step that
-            computes it. Such a request has one sample and shares no prefix. Only `TorchRunner` supports it.
+        returns_in: seconds until the next request of the same session is expected, for example because a tool
+            is running; 0 if unknown. The prefix cache keeps the session longer. Samples do not depend on it.
+        continues_text: whether the text of the samples continues the text of the prompt, so that a space at
+            its beginning is kept. SentencePiece tokenizers drop this space at the beginning of a text.
+        inputs: inputs of the decoder, which replace the embeddings of the tokens. The input of a token must
+            be known before the step that computes it. Such a request has one sample and shares no prefix.
+            Only `TorchRunner` supports it.
     """
 
     token_ids: list[int]
@@ -187,9 +190,9 @@ class Completion:
         finish_reason: "stop", "length" or "aborted".
         text: the text up to a stop text; None when it was not requested or the engine has no tokenizer.
         raw_logprobs: float32[T] under the model's own distribution, if requested.
-        top_logprobs: if requested.
-        routed_experts: [P + T - 1, layers, K] routes of the prompt and all tokens but the last, if the engine
-            records them.
+        top_logprobs: the most likely tokens of each position, if requested.
+        routed_experts: [P + T - 1, layers, K], the experts of all tokens of the prompt (P) and the sample (T)
+            but the last, if the engine records routes.
     """
 
     token_ids: NDArray[np.int32]
@@ -210,12 +213,12 @@ class Delta:
         request_id: as `Engine.add` returned it.
         sample: index of the sample, 0 .. n - 1.
         token_ids, logprobs, policy_version: of the new tokens.
-        text: the new text. Text that may belong to a stop text or an incomplete character is held back, so it
-            is not always the text of exactly these tokens. "" without a tokenizer.
+        text: the new text, or "" without a tokenizer. Text that may belong to a stop text or to an incomplete
+            character is held back, so `text` and `token_ids` may differ by a few tokens.
         finish_reason: None while the sample continues.
         raw_logprobs, top_logprobs: one per token, if requested.
         cached_tokens: tokens of the prompt found in the prefix cache.
-        failure: why the request failed. It gets no further delta; other requests continue.
+        failure: the error if the request failed. The request gets no further delta; other requests continue.
         routed_experts: as in `Completion`, in a delta that is a whole sample.
     """
 

@@ -1,9 +1,9 @@
 """Routes of a mixture of experts, stored with the paged KV cache.
 
 A token's routes have the same block and offset as its keys and values, so they need no bookkeeping of their
-own. A sample that shares, copies or finds a block gets its routes, and a cached prefix has the routes of its
-computation. The store is small: 384 bytes a token for Qwen3-30B-A3B, whose keys and values take 98,304 in
-bfloat16.
+own. A sample that shares, copies or finds a block also gets the block's routes. A cached prefix has the
+routes with which it was computed. The store is small: 384 bytes per token for Qwen3-30B-A3B, whose keys and
+values take 98,304 bytes per token in bfloat16.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ class RouteStore:
     def gather(self, table: Blocks, rows: int) -> Routes:
         """Return the routes of the first `rows` tokens of a sample with the block tables int32[W, C].
 
-        Rows that all attention windows have passed are missing: their blocks have been released.
+        Tokens before the longest attention window are marked as missing: their blocks have been released.
         """
         blocks = table[self.table, : blocks_for(rows)].astype(np.int64)
         experts = self.experts[torch.from_numpy(blocks).to(self.experts.device)].cpu().numpy()

@@ -1,7 +1,7 @@
 """Runners compute steps: tokens in, logits out.
 
 A runner holds weights and a paged cache. It has no notion of requests or sampling. `TorchRunner` runs the
-decoder that is trained, so its results equal the learner's.
+same decoder code as the learner, so its results equal the learner's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from perilune.models.decoder import Decoder
 from perilune.models.kernels import is_native
 from perilune.models.narrow import NarrowKind
 
-_ROW_MULTIPLE = 16  # oneDNN compiles a kernel per number of rows, so batches are padded to few sizes
+_ROW_MULTIPLE = 16  # oneDNN compiles a kernel for each number of rows, so batches are padded to a few sizes
 
 
 class Runner(Protocol):
@@ -66,10 +66,10 @@ class AdapterRunner(Runner, Protocol):
 
 @runtime_checkable
 class HiddenStateRunner(Runner, Protocol):
-    """A runner whose hidden states can be computed."""
+    """A runner that can compute hidden states."""
 
     def as_torch_runner(self, decoder: Decoder) -> TorchRunner:
-        """Return a torch runner with the same weights, which are copied from `decoder` if necessary."""
+        """Return a torch runner with the same weights. If it needs a copy, it copies them from `decoder`."""
 
 
 @runtime_checkable
@@ -77,7 +77,7 @@ class RoutingRunner(Runner, Protocol):
     """A runner that can record the routes of a mixture of experts."""
 
     def record_routes(self) -> RouteStore:
-        """Record routes from now on, where keys and values are stored.
+        """Record routes from now on, and return their store.
 
         Raises:
             RequestError: for a dense model.
@@ -92,7 +92,7 @@ def record_routes_of(runner: Runner) -> RouteStore:
     """
     if not isinstance(runner, RoutingRunner):
         raise RequestError(
-            f"{type(runner).__name__} cannot record which experts it uses",
+            f"{type(runner).__name__} cannot record which experts compute a token",
             remedy="remove routing_replay, or use a mixture of experts that Perilune computes itself",
         )
     return runner.record_routes()
@@ -102,7 +102,7 @@ def offloadable_cache(runner: Runner) -> PagedCache:
     """Return the cache of `runner`, from which blocks can be offloaded.
 
     Raises:
-        RequestError: when the runner has no paged cache of Perilune's.
+        RequestError: when the runner does not use Perilune's `PagedCache`.
     """
     cache = getattr(runner, "cache", None)
     if not isinstance(cache, PagedCache):
@@ -131,7 +131,7 @@ class SleepingRunner:
         """Do nothing: the next runner copies the weights of the decoder."""
 
     def load_adapters(self, adapters: Mapping[int, Adapter], decoder: Decoder) -> None:
-        """Do nothing: the next runner gets them."""
+        """Do nothing: the next runner gets the adapters."""
 
     def clear(self) -> None:
         """Do nothing."""
@@ -140,8 +140,8 @@ class SleepingRunner:
 class TorchRunner:
     """The decoder in torch, with paged attention that gathers blocks.
 
-    In float32 on a CPU, a token has the same bits in every batch and however its prompt is split into chunks,
-    and they equal the learner's.
+    In float32 on a CPU, the logits of a token have the same bits in every batch and for every division of its
+    sequence into steps, and equal the learner's.
 
     Args:
         decoder: the decoder whose weights are copied.
@@ -225,7 +225,7 @@ class TorchRunner:
         return self.cache.make_recorder(list(blocks), offsets)
 
     def _inputs(self, batch: StepBatch, tokens: NDArray[np.int64]) -> Tensor | None:
-        """Return the inputs float[N, d] of a batch in which some sequences have their own."""
+        """Return the decoder's inputs float[N, d] if some sequences have input embeddings, otherwise None."""
         if batch.inputs is None:
             return None
         x = self.decoder.embed(self._tensor(tokens))
@@ -259,7 +259,7 @@ class TorchRunner:
 
 
 def _deliver_hidden_states(batch: StepBatch, hidden: Tensor) -> None:
-    """Pass hidden states to requests with inputs of their own, before their tokens are drawn."""
+    """Pass hidden states to requests with input embeddings, before their tokens are drawn."""
     if batch.inputs is None:
         return
     sequences = np.searchsorted(batch.cu_seqlens, batch.logit_rows, side="right") - 1

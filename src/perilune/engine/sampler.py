@@ -34,8 +34,8 @@ class DrawnTokens:
         token_ids: int64[D].
         logprobs: float32[D] under the distribution drawn from.
         raw_logprobs: log-probs under the model's own distribution, by index of the sample, if requested.
-        top_logprobs: the most likely tokens with their log-probs, by index of the sample, if requested;
-            fewer if the options exclude the others.
+        top_logprobs: the most likely tokens with their log-probs, by index of the sample, if requested.
+            Tokens that the options exclude are missing.
     """
 
     token_ids: NDArray[np.int64]
@@ -150,9 +150,9 @@ class Sampler:
 
 
 def draw_ahead(sequences: Sequences, logits: Tensor, rows: Rows, ahead: int) -> NDArray[np.int64]:
-    """Guess the tokens int64[B] that `Sampler.draw` will draw `ahead` positions after the next one.
+    """Guess the tokens int64[B] that `Sampler.draw` will draw `ahead` positions after the next token.
 
-    Penalties, biases and constraints, which depend on the tokens between, are left out.
+    Penalties, biases and constraints are left out: they may depend on the tokens in between.
 
     Args:
         logits: float32[B, V] of a draft; may be overwritten.
@@ -211,7 +211,7 @@ def _to_device(array: NDArray[Any], like: Tensor) -> Tensor:
 
 
 def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Copy both in one transfer, so that a step waits for the GPU once. float64 holds both exactly."""
+    """Copy both in one transfer, so that a step waits for the GPU once. float64 represents both exactly."""
     if tokens.device.type == "cpu":
         return tokens.numpy(), logprobs.numpy()
     stacked = torch.stack([tokens.double(), logprobs.double()]).cpu().numpy()
@@ -240,7 +240,7 @@ def draw(logprobs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _draw_in_two_steps(logprobs: Tensor, uniform: Tensor) -> Tensor:
-    """Draw as `draw` without a cumulative sum over all tokens: first a run of tokens, then one of them."""
+    """Compute `draw` with shorter cumulative sums: first select a run of tokens, then a token of this run."""
     count = logprobs.shape[-1]
     if count % _RUN_TOKENS:
         logprobs = F.pad(logprobs, (0, -count % _RUN_TOKENS), value=-torch.inf)
@@ -263,7 +263,7 @@ def _params(sequences: Sequences, row: int) -> SamplingParams:
 
 
 def _apply_scale(logits: Tensor, scale: NDArray[np.float32]) -> Tensor:
-    """Apply `apply_temperature` with a scale 1 / temperature float32[B] per row; 0 (greedy) counts as 1."""
+    """Compute `apply_temperature` for rows with scales 1 / temperature float32[B]; 0 (greedy) counts as 1."""
     changed = (scale != 0) & (scale != 1)
     if not changed.any():
         return logits

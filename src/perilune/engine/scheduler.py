@@ -5,9 +5,8 @@ Once all known tokens of a sample are in the cache, the sampler draws the next t
 decoding, prefill, chunked prefill, and prefill after a preemption.
 
 Scheduling is first come, first served. Each step includes one token of every decoding sample. The rest of the
-token budget goes to prompts, in chunks, and then to draft tokens (`speculation.py`). When
-blocks run out, the sample that arrived last gives up its blocks, and is recomputed from its tokens once there
-is room.
+token budget goes to prompts, in chunks, and then to draft tokens (`speculation.py`). When blocks run out, the
+sample that arrived last releases its blocks, and is recomputed from its tokens once enough blocks are free.
 """
 
 from collections import deque
@@ -23,11 +22,12 @@ from perilune.engine.sequences import Entry, Rows, Sequences
 from perilune.engine.speculation import Speculation
 from perilune.engine.step import Counters, Proposal, Step, StepBatch
 
-# New samples are admitted once 1/8 of the rows are free, because prompts are cheaper in batches,
+# New samples are admitted once 1/8 of the rows are free, or after 8 steps, because prompts are cheaper in
+# batches.
 _REFILL_DIVISOR = 8
-_REFILL_WAIT_STEPS = 8  # or after this many steps, which bounds the wait.
-_MIN_SHARED_BLOCKS = 4  # a sample waits if another one is computing this many blocks of its prompt
-_RESERVE_DIVISOR = 2  # a prompt is admitted if a block remains for every second decoding sample
+_REFILL_WAIT_STEPS = 8
+_MIN_SHARED_BLOCKS = 4  # a sample waits while another one computes at least this many blocks of its prompt
+_RESERVE_DIVISOR = 2  # a prompt is admitted if one free block remains for every second decoding sample
 
 SequenceInputs = tuple[int, int, NDArray[np.int64]]
 """A row, the position of the first token that a step computes, and its tokens."""
@@ -38,16 +38,17 @@ class Scheduler:
 
     Args:
         sequences: the state of the samples.
-        pools: the blocks. The scheduler releases blocks behind a window.
-        token_budget: most tokens of one step; at least one per row.
+        pools: the blocks, from which the scheduler allocates.
+        token_budget: maximum number of tokens of one step; at least one per row.
         counters: the counters to update.
 
     Attributes:
         decoding: int64[B], rows that compute one token per step.
         prefilling: rows in prefill, by arrival.
-        preempted: rows that gave up their blocks, by arrival.
+        preempted: rows whose blocks were taken away, by arrival.
         waiting: requests with samples that have no row yet.
-        speculation: proposes further tokens of decoding samples, if set.
+        version: policy version of the current weights.
+        speculation: proposes draft tokens for decoding samples; None without speculative decoding.
     """
 
     def __init__(
@@ -61,11 +62,11 @@ class Scheduler:
         self.counters = counters
         self.version = 0
         self.speculation: Speculation | None = None
-        self._followers: dict[int, list[int]] = {}  # samples that wait for the prompt of another row
+        self._followers: dict[int, list[int]] = {}  # the samples that wait for a row's prompt
         self._free_rows = list(range(len(sequences.entries) - 1, -1, -1))
         self._steps_since_refill = 0
-        # Blocks that were available when the next sample had no room. It is not tried again until more are
-        # available, a sample stops, or the prefix cache grows.
+        # Numbers of available blocks when the next sample was refused. The scheduler retries once more blocks
+        # are available, a sample stops, or the prefix cache grows.
         self._refused_with: tuple[int, ...] = ()
 
     # -- requests ----------------------------------------------------------------------------------------
@@ -76,7 +77,7 @@ class Scheduler:
         return bool(len(self.decoding) or self.prefilling or self.preempted or self.waiting)
 
     def add(self, entry: Entry) -> None:
-        """Queue a request. The caller has checked that it fits."""
+        """Queue a request. The caller has checked that the model and the cache can hold it."""
         self.waiting.append(entry)
 
     def rows_of(self, entry: Entry) -> list[int]:
@@ -102,14 +103,15 @@ class Scheduler:
         self._release_blocks(row, returns_in)
         if row in self.preempted:
             self.preempted.remove(row)
-        self._followers.pop(row, None)  # of the same request, and released too
+        self._followers.pop(row, None)  # they belong to the same request and are released too
         self.sequences.entries[row] = None
         self._free_rows.append(row)
 
     def switch_weights(self, version: int, *, recompute: bool) -> None:
         """Switch to the weights of `version` and empty the prefix cache.
 
-        Samples in flight are recomputed, or continue on the keys and values of the old weights.
+        With `recompute`, samples in flight are computed again. Otherwise they continue on the keys and values
+        of the old weights.
         """
         running = [*self.decoding.tolist(), *self.prefilling]
         if recompute:
@@ -145,7 +147,7 @@ class Scheduler:
             sequences.add_blocks(due, self.pools.allocate(len(due)))
 
     def _propose_drafts(self, budget: int) -> list[Proposal]:
-        """Return proposals of at most `budget` draft tokens, in blocks that no other sample needs now."""
+        """Return proposals of at most `budget` draft tokens, in blocks that the step leaves free."""
         sequences, rows = self.sequences, self.decoding
         if self.speculation is None or not len(rows):
             return []
@@ -199,8 +201,8 @@ class Scheduler:
     def _admit(self, refill: bool) -> int | None:
         """Start the prefill of one more sample, preempted or new, if there is room.
 
-        A new request gets a row for each sample, as far as rows are free. The first computes the prompt, and
-        the others wait for it.
+        A new request gets a row for each sample, as far as rows are free. The first row computes the prompt,
+        and the other rows wait until it is computed.
         """
         if self._refused_with and not any(map(int.__gt__, self.pools.available, self._refused_with)):
             return None
@@ -232,7 +234,7 @@ class Scheduler:
         return row
 
     def _should_wait_for_prefix(self, row: int) -> bool:
-        """Return whether another row is computing much of the prompt of `row`, so that it should wait."""
+        """Return whether `row` should wait because another row is computing much of the same prompt."""
         chain = self._block_digests(row, int(self.sequences.length[row]) - 1)
         index = self.pools.count_cached_columns(chain) + _MIN_SHARED_BLOCKS - 1
         if index >= len(chain):
@@ -245,7 +247,7 @@ class Scheduler:
         return False
 
     def _has_room(self, row: int, followers: int) -> bool:
-        """Return whether the tokens of `row`, a block per follower and the decoding reserve fit."""
+        """Return whether the cache has room for `row`, one block per follower, and the decoding reserve."""
         if not len(self.decoding) and not self.prefilling:
             return True
         length = int(self.sequences.length[row])
@@ -257,7 +259,7 @@ class Scheduler:
         return False
 
     def _start_prefill(self, row: int) -> None:
-        """Start the prefill of a sample after its cached prefix."""
+        """Start the prefill of a sample at the end of its cached prefix."""
         sequences = self.sequences
         blocks = self.pools.acquire_prefix(self._block_digests(row, int(sequences.length[row]) - 1))
         columns, cached = blocks.shape[1], blocks.shape[1] * self.pools.block_size
@@ -348,7 +350,7 @@ class Scheduler:
     def commit(
         self, step: Step, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int
     ) -> tuple[Blocks, Blocks]:
-        """Append the sampled tokens int64[D]. All of `step.rows` decode from now on.
+        """Append the sampled tokens int64[D] to `step.rows`, all of which decode from the next step on.
 
         Returns:
             Source and target blocks int32[W, C] to copy before the next step.
@@ -378,15 +380,15 @@ class Scheduler:
     def append(
         self, rows: Rows, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int
     ) -> None:
-        """Append the next token of each of `rows`, whose other tokens are all in the cache."""
+        """Append the next token of each of `rows`; all earlier tokens are in the cache."""
         self.counters.sampled_tokens += len(rows)
         self.sequences.append(rows, tokens, logprobs, version)
 
     def _fork(self, row: int, copies: list[tuple[Blocks, Blocks]]) -> list[int]:
-        """Share the blocks of the prompt of `row` with its followers; copy the last block if it is not full.
+        """Share the blocks of the prompt of `row` with its followers.
 
-        Return the followers for which no block was free. They compute the prompt themselves, like preempted
-        samples.
+        If the last block is not full, each follower gets a copy of it, which is added to `copies`. Return the
+        followers for which no block was free. They compute the prompt themselves, like preempted samples.
         """
         followers = self._followers.pop(row, [])
         if not followers:
@@ -419,7 +421,7 @@ class Scheduler:
         self.pools.insert(self.sequences.table(row), digests)
 
     def allocate_temporarily(self, count: int) -> Blocks:
-        """Allocate int32[W, count] blocks for scoring, which frees them before the next step."""
+        """Allocate int32[W, count] blocks for scoring. The caller frees them before the next step."""
         while (blocks := self.pools.allocate_temporarily(count)) is None:
             self._preempt(self._latest_row())
         return blocks
@@ -432,7 +434,11 @@ class Scheduler:
         return int(rows[self.sequences.arrival[rows].argmax()])
 
     def _preempt(self, row: int, *, cache_blocks: bool = True) -> None:
-        """Release the blocks of a running sample, which is recomputed later."""
+        """Release the blocks of a running sample, and queue it to be recomputed.
+
+        Without `cache_blocks`, its blocks do not enter the prefix cache, and no preemption is counted: the
+        weights changed.
+        """
         if cache_blocks:
             self._cache_blocks(row)
             self.counters.preemptions += 1

@@ -16,7 +16,7 @@ from perilune.models.logprobs import token_logprobs
 MAX_LOGITS = 1 << 26  # numbers in memory at a time
 
 PromptLogprobs = tuple[NDArray[np.float32], TopLogprobs]
-"""Log-probs of the scored tokens of a text, and the most likely tokens of each place if requested."""
+"""Log-probs of the scored tokens of a text, and the most likely tokens of each position if requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class ScoringPair:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of its keys and values."""
+        """Number of blocks for the keys and values."""
         return blocks_for(len(self.tokens), self.block_size)
 
     @property
@@ -54,9 +54,10 @@ class StepLimits:
     """Limits of one step.
 
     Attributes:
-        tokens, rows: most tokens, and most rows of logits.
-        blocks: most blocks, for each window.
-        chunk_tokens: most tokens of a step that computes a part of a sequence that does not fit as a whole.
+        tokens, rows: maximum number of tokens, and of rows of logits.
+        blocks: maximum number of blocks, for each window.
+        chunk_tokens: maximum number of tokens of a step that computes a part of a sequence which is too long
+            for one step.
     """
 
     tokens: int
@@ -70,7 +71,7 @@ class StepLimits:
 
 
 def split_batches(pairs: Sequence[ScoringPair], limits: StepLimits) -> Iterator[list[ScoringPair]]:
-    """Yield all pairs in order, in batches that fit one step; a pair that needs several steps is alone."""
+    """Yield all pairs in order, in batches that fit one step. A pair that needs several steps is a batch."""
     batch: list[ScoringPair] = []
     size = np.zeros(3, dtype=np.int64)
     for pair in pairs:
@@ -86,9 +87,11 @@ def split_batches(pairs: Sequence[ScoringPair], limits: StepLimits) -> Iterator[
 def make_steps(
     pairs: Sequence[ScoringPair], blocks: Blocks, adapter: int, limits: StepLimits
 ) -> Iterator[tuple[StepBatch, NDArray[np.int64]]]:
-    """Yield the steps that compute a batch in blocks int32[W, C], with an adapter number or -1.
+    """Yield the steps that compute `pairs`, each with the tokens int64[R] that its logits predict.
 
-    Each comes with the tokens int64[R] that its logits predict.
+    Args:
+        blocks: int32[W, C], as many as all pairs need together.
+        adapter: number of an adapter, or -1.
     """
     counts = np.array([pair.blocks for pair in pairs])
     tables = np.zeros((len(blocks), len(pairs), int(counts.max())), dtype=np.int32)

@@ -22,13 +22,13 @@ class Entry:
     """A request and its progress.
 
     Attributes:
-        id: the request id of the caller.
+        id: the request id that `Engine.add` returns.
         prompt: int32[P].
-        admitted: samples that have had a row.
-        unfinished: samples that have not ended.
+        unfinished: number of samples that have not ended.
         adapter: number of the adapter, or -1.
-        root: first digest of the chain, which identifies the weights.
-        digests: of the full blocks of the prompt.
+        admitted: number of samples that have been assigned a row, including ended ones.
+        root: `root_digest` of the weights that `digests` belong to.
+        digests: digests of the full blocks of the prompt.
     """
 
     id: int
@@ -41,9 +41,9 @@ class Entry:
     digests: list[bytes] = field(default_factory=list)
 
     def block_digests(self, version: int, tokens: NDArray[np.int32], size: int = BLOCK) -> list[bytes]:
-        """Return the digests of the full blocks of a sample; those of the prompt are computed once."""
+        """Return the digests of the full blocks of a sample. The digests of the prompt are computed once."""
         root = root_digest(version, self.adapter)
-        if self.request.inputs is not None:  # tokens do not identify the inputs, so share no blocks
+        if self.request.inputs is not None:  # the tokens do not determine the inputs, so share no blocks
             root = root_digest(version, -2 - self.id)
         if self.root != root:
             self.root, self.digests = root, []
@@ -61,20 +61,23 @@ class Sequences:
         entries: the request of each row, None for a free row.
         sample: int64, index of the sample in its request.
         arrival: int64, increasing with the time of arrival.
-        prompt_length, length, limit: int64, tokens of the prompt, known tokens, and most tokens.
-        computed: int64, tokens whose keys and values are in the cache.
-        tokens, logprobs, versions: [rows, width], by position; the last two only for sampled tokens.
+        prompt_length: int64, number of tokens of the prompt.
+        length: int64, number of known tokens, those of the prompt included.
+        limit: int64, `length` at which the sample ends.
+        computed: int64, number of tokens whose keys and values are in the cache.
+        tokens: int32[rows, width], by position.
+        logprobs, versions: float32 and int32[rows, width], by position; set for sampled tokens only.
         blocks, num_blocks: int32[W, rows, columns] block tables, one per window size among the layers, and
             the number of filled columns of each row.
         cached: int64, tokens of the prompt found in the prefix cache.
-        released_columns: int64[W, rows], columns before the window, whose blocks have been released.
-        stale: bool, whether older weights computed a part of the cached keys and values.
+        released_columns: int64[W, rows], number of columns before the window, whose blocks were released.
+        stale: bool, whether older weights computed some of the sample's keys and values.
         adapter: int32, number of the adapter of the row, or -1.
         scale: float32, 1 / temperature; 0 takes the most likely token.
         top_k, top_p, min_p, repetition_penalty, min_length: options, by row.
         plain: bool, whether temperature is the only option.
-        stop_ids: int64[rows, most], padded with -1.
-        embedded: bool, whether the request brings the inputs of its tokens.
+        stop_ids: int64[rows, *], the stop tokens, padded with -1.
+        embedded: bool, whether the request has input embeddings.
     """
 
     def __init__(self, rows: int, vocab_size: int, windows: int = 1, block_size: int = BLOCK) -> None:
@@ -170,7 +173,7 @@ class Sequences:
         return last
 
     def sampled_tokens(self, row: int) -> NDArray[np.int32]:
-        """Return the tokens int32[T] of the sample without the prompt."""
+        """Return the sampled tokens int32[T]; for a resumed sample, also those that its prompt contains."""
         return self.tokens[row, self._first[row] : self.length[row]]
 
     def add_blocks(self, rows: Rows, blocks: Blocks) -> None:

@@ -1,13 +1,14 @@
-"""Speculation: a step computes several tokens of one sample, if a proposer has draft tokens for it.
+"""Speculative decoding: a step computes several tokens of one sample.
 
 At a small batch size a step takes as long as reading the weights, and a few more tokens cost little. A
-proposer drafts the next tokens of a sample. The step computes the logits after each of them, and the sampler
-draws as always. A sample's step ends at the first drawn token that differs from its draft token. Later steps
-overwrite the keys and values of the rejected draft tokens.
+proposer drafts the next tokens of a sample. The step computes the logits after each draft token. The sampler
+then draws token after token as always, until a drawn token differs from the draft token at its position.
+Later steps overwrite the keys and values of the rejected draft tokens.
 
 Leviathan et al. ("Fast inference from transformers via speculative decoding", ICML 2023) accept a draft token
 with a probability that keeps the distribution. Here the random number of a position is fixed (`random.py`),
-so a draft token is accepted if it equals the drawn token. Samples are the same with and without speculation.
+so a draft token is accepted if it equals the drawn token. Samples are the same with and without speculative
+decoding.
 """
 
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ from perilune.models.decoder import Decoder
 Tokens = NDArray[np.int64]
 
 _WEIGHT_READ_ROWS = 12  # tokens that a CPU computes in the time in which it reads the weights
-_PRIOR_COUNTS = 3.0, 4.0  # accepted and tried draft tokens in the counts of a new sample
-_DECAY = 0.98  # factor of the counts per step, so that a sample without proposals gets some again
+_PRIOR_COUNTS = 3.0, 4.0  # accepted and tried draft tokens with which the counts of a sample start
+_DECAY = 0.98  # factor of the counts per step, so that a sample without proposals gets proposals again
 _MAX_MATCH_TOKENS = 8
 
 
@@ -37,11 +38,11 @@ class SpeculationSettings:
     Attributes:
         method: "lookup" proposes the tokens after an earlier occurrence of the last tokens (Saxena, "Prompt
             lookup decoding", 2023). "draft" samples from a cheaper model.
-        tokens: most tokens to propose for a sample in one step, at most 16.
+        tokens: maximum number of tokens to propose for a sample in one step, 1 to 16.
         adaptive: propose fewer tokens, or none, where verifying them takes longer than it saves.
-        draft: the cheaper model: another decoder with the same vocabulary, or None for the model itself with
-            matrices in int8.
-        match: with "lookup", the minimum length of a match in tokens.
+        draft: the cheaper model for "draft": another decoder with the same vocabulary, or None for the model
+            itself with matrices in int8.
+        match: with "lookup", the minimum length of a match in tokens, 1 to 8.
 
     Raises:
         RequestError: when a number is out of its range, or a draft is given for "lookup".
@@ -78,7 +79,7 @@ class Proposer(Protocol):
     def cost(self) -> float: ...
 
     def propose(self, rows: Rows, limits: Tokens) -> list[Tokens]:
-        """Return at most `limits` int64[B] tokens for each of `rows` int64[B], which have room for them."""
+        """Return at most `limits` int64[B] tokens for each of `rows` int64[B], whose blocks hold them."""
 
 
 class Speculation:
@@ -93,7 +94,8 @@ class Speculation:
     ) -> None:
         self._sequences, self._settings, self._proposer = sequences, settings, proposer
         self._counters = counters
-        self._arrival = np.zeros(len(sequences.entries), dtype=np.int64)  # of the sample that is counted
+        # By row: arrival of the sample that the counts belong to, and its counts.
+        self._arrival = np.zeros(len(sequences.entries), dtype=np.int64)
         self._accepted, self._tried = np.zeros((2, len(sequences.entries)))
 
     def draft_limits(self, rows: Rows) -> Tokens:
@@ -120,7 +122,7 @@ class Speculation:
         return limits
 
     def propose(self, rows: Rows, limits: Tokens) -> list[Proposal]:
-        """Return the proposals for `rows`. A row without draft tokens has none."""
+        """Return proposals for those of `rows` that have draft tokens."""
         rows, limits = rows[limits > 0], limits[limits > 0]
         if not len(rows):
             return []
@@ -131,7 +133,7 @@ class Speculation:
         ]
 
     def check_draft(self, proposal: Proposal, at: int) -> bool:
-        """Return whether draft token number `at` was drawn and the sample continues; count the result."""
+        """Return whether draft token `at` was accepted and the sample continues; count the result."""
         row = proposal.row
         if at >= len(proposal.tokens):
             return False
@@ -143,7 +145,7 @@ class Speculation:
 
 
 class PromptLookup:
-    """Proposes the tokens after the longest earlier occurrence of the last tokens; of several, the latest."""
+    """Proposes the tokens after the longest earlier occurrence of the last tokens; the latest if several."""
 
     cost = 0.0
 
@@ -159,9 +161,9 @@ class PromptLookup:
 
 
 def find_continuation(tokens: NDArray[np.int32], count: int, match: int) -> Tokens:
-    """Return `count` tokens that may follow `tokens` int32[T], or none.
+    """Return `count` tokens that may follow `tokens` int32[T]; an empty array without a match.
 
-    A continuation that reaches the end of `tokens` starts over, because such a text is periodic.
+    A continuation that reaches the end of `tokens` is repeated, because such a text is periodic.
     """
     ends = np.flatnonzero(tokens[:-1] == tokens[-1])
     length = 1

@@ -18,14 +18,15 @@ class StepBatch:
     Attributes:
         token_ids: int64[N], the new tokens of all sequences, end to end.
         positions: int64[N], the position of each token in its sequence.
-        cu_seqlens: int64[S + 1], bounds of the sequences in the tokens.
-        decodes: number of sequences at the beginning that have one token each.
-        block_tables: int32[W, S, B], for each of the model's `distinct_windows`, with the block of positions
-            16 j .. 16 j + 15 in column j, or of as many as the runner's blocks have. Columns behind a window
-            or beyond the end are arbitrary.
-        logit_rows: int64[R], tokens whose logits are needed.
-        adapters: int32[S], the adapter number of each sequence or -1; None when no sequence has one.
-        inputs: the inputs of each sequence, or None where its tokens are embedded; None when all are.
+        cu_seqlens: int64[S + 1], the index of the first token of each sequence, then N.
+        decodes: number of decoding sequences. They come first and have one token each.
+        block_tables: int32[W, S, B], one table for each of the model's `distinct_windows`. Column j holds the
+            block of positions b j .. b j + b - 1, where b is the number of tokens per block (16 in most
+            runners). Columns that lie before the window or beyond the end are arbitrary.
+        logit_rows: int64[R], indices of the tokens whose logits are needed.
+        adapters: int32[S], the adapter number of each sequence, or -1; None if no sequence has an adapter.
+        inputs: the decoder's inputs of each sequence, or None for a sequence whose tokens are embedded; None
+            if the tokens of all sequences are embedded.
     """
 
     token_ids: NDArray[np.int64]
@@ -49,8 +50,10 @@ class Proposal:
     """Draft tokens for a decoding sample.
 
     Attributes:
-        tokens: int64[k].
-        logits: row of the logits after the sample's last token; those after its draft tokens follow.
+        row: the row of the sample.
+        tokens: int64[k], the draft tokens.
+        logits: row of the logits after the sample's last token. The next k rows are those after each draft
+            token.
     """
 
     row: int
@@ -65,8 +68,8 @@ class Step:
     Attributes:
         rows: int64[D], the samples that draw a token.
         logits_of: int64[D], the row of logits of each sample; None when sample i uses row i.
-        chunks: (row, new tokens) of samples in prefill.
-        proposals: draft tokens that the batch has after the last tokens of their samples.
+        chunks: (row, number of new tokens) of each sample in prefill.
+        proposals: the samples with draft tokens. The batch has these tokens after the sample's last token.
     """
 
     batch: StepBatch
@@ -82,11 +85,12 @@ class Counters:
 
     Attributes:
         steps: computed steps.
-        prompt_tokens: tokens computed in prefill: prompts, and preempted samples.
+        prompt_tokens: tokens computed in prefill, of prompts and of preempted samples.
         cached_tokens: tokens not computed because the prefix cache had them.
-        preemptions: samples whose blocks were taken away.
+        preemptions: samples preempted for lack of blocks.
         sampled_tokens: drawn tokens.
-        proposed_tokens, accepted_tokens: draft tokens, and those that were drawn too.
+        proposed_tokens: draft tokens.
+        accepted_tokens: draft tokens that equal the drawn tokens.
     """
 
     steps: int = 0

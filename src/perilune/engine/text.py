@@ -1,4 +1,4 @@
-"""Streaming text of a sample: only whole characters, and no part of a stop text.
+"""The text of a sample as a stream: only whole characters, and no part of a stop text.
 
 Text is added only at boundaries, where no later token changes it (`models/text/token_bytes.py`).
 """
@@ -19,12 +19,12 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
         self._tokenizer, self._stops = tokenizer, tuple(stops)
         self._boundaries = tokenizer.boundaries
-        # Tokens since the last but one boundary. The first `_read` are in the text already; they are decoded
-        # again because the text of a token may depend on the token before.
+        # Tokens since the second to last boundary. The text of the first `_read` tokens is in `text` already.
+        # They are decoded again because the text of a token may depend on the token before.
         self._tokens: list[int] = []
         self._read = 0
         self._open = b""  # bytes since the last boundary
-        self._sent = 0
+        self._sent = 0  # characters of the text that `take_text` has returned
         self.text = ""
         self.stopped = False
 
@@ -67,7 +67,7 @@ class TextStream:
             return
         matches = []
         for stop in self._stops:
-            # A stop text must end in the new text; older text was searched before, or did not count.
+            # A stop text must end in the new text. Older text was searched before, or `may_stop` was false.
             index = self.text.find(stop, max(0, start - len(stop) + 1))
             if index >= 0:
                 matches.append(index)

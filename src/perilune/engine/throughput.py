@@ -15,11 +15,15 @@ _SAMPLES = 8  # of each prompt
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Number of sampled tokens, wall-clock and processor seconds. Only the times include prompts."""
+    """Sampled tokens, wall-clock seconds and CPU seconds. The times include prefill, the tokens do not.
+
+    Attributes:
+        cpu_seconds: CPU time of all threads of the process.
+    """
 
     tokens: int
     seconds: float
-    processor: float
+    cpu_seconds: float
 
     @property
     def tokens_per_second(self) -> float:

@@ -1,8 +1,8 @@
 """A runner for models that the decoder does not implement, computed by transformers.
 
-The runner puts correctness before speed: every step copies the keys and values of each sequence from their
-blocks into a cache of transformers, and copies the new ones back. Sequences of different lengths are padded
-on the left and computed together if a trial shows that the model then gives the same results.
+The runner puts correctness before speed. Every step copies the keys and values of each sequence from their
+blocks into a cache of transformers, and copies the new keys and values back. Sequences of different lengths
+are padded on the left and computed together if a trial shows that padding does not change the results.
 """
 
 from collections import defaultdict
@@ -31,8 +31,8 @@ class TransformersRunner:
 
     Args:
         model: the model; its weights are not copied.
-        num_blocks: one number, the blocks of the cache including the null block. Windows make no difference
-            here.
+        num_blocks: one number, the blocks of the cache including the null block: this runner has one pool for
+            all layers, with and without windows.
 
     Raises:
         RequestError: when the model's state is more than keys and values (a state-space model, for example),
@@ -131,9 +131,9 @@ class TransformersRunner:
 def _group_sequences(batch: StepBatch, pads: bool) -> Iterator[NDArray[np.int64]]:
     """Yield groups of sequences, in ascending order, that can be computed together.
 
-    Padding is left of all tokens, so that the distance between two tokens does not change, on which windows
-    depend. So sequences with cached tokens need equal numbers of new tokens. Without padding, they also need
-    equal numbers of cached tokens.
+    Padding is left of all tokens. It therefore does not change the distance between two tokens, on which
+    windows depend. Sequences with cached tokens need equal numbers of new tokens. Without padding, the
+    sequences of a group also need equal numbers of cached tokens.
     """
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     before, counts = batch.positions[batch.cu_seqlens[:-1]], np.diff(batch.cu_seqlens)
@@ -148,7 +148,7 @@ def _group_sequences(batch: StepBatch, pads: bool) -> Iterator[NDArray[np.int64]
 
 
 def _check_padding(model: TransformersModel) -> bool:
-    """Return whether left padding does not change the logits of a sequence computed in two steps."""
+    """Return whether a sequence that is padded on the left and computed in two steps has the same logits."""
     from transformers import DynamicCache
 
     tokens = torch.arange(_PROBE, device=model.device)[None] % model.config.vocab_size

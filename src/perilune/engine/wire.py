@@ -1,9 +1,9 @@
-"""The requests to servers that sample, and the parsing of their answers into token ids and log-probs.
+"""The requests to remote sampling servers, and the parsing of their answers into token ids and log-probs.
 
-There are two dialects. vLLM and `perilune serve` use the completions API of OpenAI with vLLM's extensions
+There are two dialects. vLLM and `perilune serve` use OpenAI's completions API with vLLM's extensions
 (`return_token_ids`, `stop_token_ids`, `top_k`, ...). SGLang uses `/generate`. Requests contain every option,
-because servers take missing options from their own defaults or from the model's generation_config.json, where
-top_p may not be 1.
+because a server replaces missing options by its own defaults or those of the model's generation_config.json,
+where top_p may differ from 1.
 
 Answers are untrusted: the parser rejects anything malformed. Text is never encoded into tokens, because
 another tokenization of the same text has another probability.
@@ -34,8 +34,8 @@ class Dialect(Protocol):
     """The API of one kind of server.
 
     Attributes:
-        path: where to post, relative to the root of the server.
-        reported: the distribution of its log-probs by default.
+        path: path of the requests, relative to the root of the server.
+        reported: the default stage at which the server takes log-probs.
     """
 
     path: str
@@ -69,8 +69,8 @@ class OpenAICompletions:
     def make_body(self, model: str, prompt: Prompt, n: int, params: SamplingParams) -> dict[str, Any]:
         """Return the JSON document to post.
 
-        vLLM gets no seed. With one, it draws the samples of a batch one at a time, and vLLM 0.32 on a CPU
-        ends when it prefills the prompt in several steps.
+        vLLM gets no seed. With a seed, it draws the samples of a batch one at a time, and vLLM 0.32 on a CPU
+        exits when it prefills the prompt in several steps.
         """
         key = {"key": list(prompt.key)} if self.is_perilune else {}
         return {
@@ -115,8 +115,8 @@ class SGLangGenerate:
     def make_body(self, model: str, prompt: Prompt, n: int, params: SamplingParams) -> dict[str, Any]:
         """Return the JSON document to post. SGLang needs --enable-deterministic-inference to use the seeds.
 
-        With n above 1 it gives all samples of a prompt the same seed, and they would be equal. So each sample
-        is a prompt of its own with n = 1.
+        With n above 1, SGLang uses the same seed for all samples of a prompt, so that all of them are equal.
+        So the document repeats the prompt n times with n = 1.
         """
         options = {
             "n": 1,

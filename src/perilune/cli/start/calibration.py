@@ -236,7 +236,7 @@ def _decode_seconds(model: Decoder, seconds: float, clock: Callable[[], float], 
     from perilune.engine.throughput import measure_throughput
 
     throughput = measure_throughput(model, seconds=seconds, groups=rows // 8)
-    spent = throughput.processor if clock is time.process_time else throughput.seconds
+    spent = throughput.cpu_seconds if clock is time.process_time else throughput.seconds
     return spent / (throughput.tokens / rows)
 
 
