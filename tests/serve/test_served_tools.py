@@ -19,7 +19,7 @@ from perilune.models.attention import PackedAttention
 from perilune.models.checkpoints.loading import new_model, save_checkpoint
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.text.tokenizer import Tokenizer
-from perilune.serve.answers import _Place
+from perilune.serve.answers import _TextEnd
 from perilune.serve.app import make_app, text_routes
 from perilune.serve.bodies import read_body
 from perilune.serve.engine_thread import StoppedError
@@ -205,7 +205,7 @@ def test_text_offsets_count_the_marks_of_tool_calls(tmp_path: Path) -> None:
     tokens = [tokenizer.control_tokens["[TOOL_CALLS]"], *tokenizer.encode("ab")]
     assert service.model.tokenizer.decode(tokens) == "[TOOL_CALLS]ab"
     answer = service._make_answer(CompletionBody(model="m", prompt="1"), chat=False, logprobs=True)
-    assert answer._text_logprobs(Delta(0, 0, tokens, [0.0] * 3, []), _Place())["text_offset"] == [0, 12, 13]
+    assert answer._text_logprobs(Delta(0, 0, tokens, [0.0] * 3, []), _TextEnd())["text_offset"] == [0, 12, 13]
     service.close()
 
 

@@ -93,17 +93,17 @@ class PagedCache:
             return None
         return RouteRecorder(self.routes, tables[self.routes.table] * BLOCK + offsets)
 
-    def store(self, layer: int, places: CacheSlots, k: Tensor, v: Tensor) -> None:
+    def store(self, layer: int, slots: CacheSlots, k: Tensor, v: Tensor) -> None:
         """Store keys float[N, KV, D] and values float[N, KV, E]."""
         if self.dtype == torch.int8:
-            k, self.key_scales[layer][places.blocks, :, places.offsets] = _quantize(k)
-        self.keys[layer][places.blocks, :, :, places.offsets] = k.to(self.dtype)
+            k, self.key_scales[layer][slots.blocks, :, slots.offsets] = _quantize(k)
+        self.keys[layer][slots.blocks, :, :, slots.offsets] = k.to(self.dtype)
         if self.rank:
             return
         if self.dtype == torch.int8:
-            v, self.value_scales[layer][places.blocks, :, places.offsets] = _quantize(v)
+            v, self.value_scales[layer][slots.blocks, :, slots.offsets] = _quantize(v)
         self.values[layer].view(-1, self.size).index_copy_(
-            0, places.value_rows, v.reshape(-1, self.size).to(self.dtype)
+            0, slots.value_rows, v.reshape(-1, self.size).to(self.dtype)
         )
 
     def gather(self, layer: int, table: GatherIndices) -> tuple[Tensor, Tensor]:

@@ -32,13 +32,13 @@ class GatheredAttention:
     def __init__(self, cache: PagedCache, tables: Sequence[Tensor], positions: Tensor) -> None:
         self._cache, self._positions = cache, positions.long()
         blocks = [table.long() for table in tables]
-        column, within = (self._positions // BLOCK)[:, None], self._positions % BLOCK
-        self._places = [CacheSlots(of.gather(1, column)[:, 0], within, cache.heads) for of in blocks]
+        column, offsets = (self._positions // BLOCK)[:, None], self._positions % BLOCK
+        self._slots = [CacheSlots(of.gather(1, column)[:, 0], offsets, cache.heads) for of in blocks]
         self._tables = [GatherIndices(of, cache.heads, cache.size) for of in blocks]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
         cache, table = self._cache, self._cache.table_of[layer.index]
-        cache.store(layer.index, self._places[table], k, v)
+        cache.store(layer.index, self._slots[table], k, v)
         keys, values = cache.gather(layer.index, self._tables[table])
         groups = q.reshape(len(keys), -1, cache.size)
         options = None if layer.options is None else layer.options.for_sets(len(keys), cache.heads, 1)

@@ -48,15 +48,15 @@ class PagedAttention:
 
     def __init__(self, cache: PagedCache, batch: StepBatch, tokens: int) -> None:
         self._cache = cache
-        slots, within = slot_mapping(batch, tokens, cache.device)
-        self._places = [CacheSlots(of_table, within, cache.heads) for of_table in slots]
+        blocks, offsets = slot_mapping(batch, tokens, cache.device)
+        self._slots = [CacheSlots(of_table, offsets, cache.heads) for of_table in blocks]
         self._query_groups = list(_group_queries(batch))
         self._groups: dict[int | None, list[_GroupAttention]] = {}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
         cache, window = self._cache, layer.window
         table = cache.table_of[layer.index]
-        cache.store(layer.index, self._places[table], k, v)
+        cache.store(layer.index, self._slots[table], k, v)
         if window not in self._groups:
             self._groups[window] = [_GroupAttention(of, table, window, cache, q) for of in self._query_groups]
         out = q.new_zeros(*q.shape[:2], v.shape[-1])

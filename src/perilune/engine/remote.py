@@ -151,14 +151,10 @@ class RemoteEngine:
             return next(iter(cards.values()))
         if requested in cards:
             return cards[requested]
-        names = ", ".join(cards) or "none"
+        problem = f"the server has no model {requested!r}"
         if requested is None:
-            raise RequestError(
-                f"no model is named, and the server has {len(cards)} models", where=self.url, remedy=names
-            )
-        raise RequestError(
-            f"the server has no model {requested!r}", where=self.url, remedy=f"one of: {names}"
-        )
+            problem = f"no model is named, and the server has {len(cards)}"
+        raise RequestError(problem, where=self.url, remedy=f"one of: {', '.join(cards) or 'none'}")
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         try:

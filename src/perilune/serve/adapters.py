@@ -25,7 +25,7 @@ from perilune.serve.errors import ApiError, shorten
 
 MAX_ADAPTERS = 64
 _MAX_BYTES = 1 << 30  # of the tensors of an adapter
-_MAX_JSON_BYTES = 1 << 20  # bytes of its other files; their parser holds up all other threads
+_MAX_JSON_BYTES = 1 << 20  # of its other files; the JSON parser blocks all other threads
 
 _Name = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[\w./:@+-]+$")]
 
@@ -45,9 +45,9 @@ class AdapterLoader:
     """Loads adapters into an engine.
 
     Args:
-        engine: after the start, only its own thread uses it.
+        engine: once the server has started, only the engine's thread uses it.
         base: name of the model, which adapters may not use.
-        loaded: the folders of the adapters by name. This object updates it.
+        loaded: the folders of the loaded adapters by name, which this object updates.
         root: folder with the adapters that may be loaded.
         weights_lock: held while the weights of the engine or its runner are replaced.
     """
@@ -88,7 +88,7 @@ class AdapterLoader:
         """Unload an adapter. Requests in flight still finish with it.
 
         Raises:
-            ApiError: 404, when there is none of this name.
+            ApiError: 404, when no adapter has this name.
         """
         async with self._weights_lock:
             if name not in self._loaded:
@@ -101,7 +101,7 @@ class AdapterLoader:
         """Read the adapter in a folder, and check it against the model."""
         folder = self._resolve(self._root / path)
         if not folder.is_dir():
-            raise ApiError(400, f"there is no folder {shorten(path)!r} for adapters", param="lora_path")
+            raise ApiError(400, f"{shorten(path)!r} is not a folder", param="lora_path")
         adapter = Adapter.read(folder, self._read_file)
         self._engine.check_adapter(adapter)
         return folder, adapter

@@ -1,4 +1,4 @@
-"""The address that a server listens on, and the token that it needs when other machines can connect."""
+"""The address that a server listens on, and the token that it requires when other machines can connect."""
 
 import hmac
 import ipaddress
@@ -8,14 +8,15 @@ from collections.abc import Mapping
 
 from perilune.errors import RequestError
 
-MIN_TOKEN_CHARS = 16  # characters; shorter ones can be guessed
+MIN_TOKEN_CHARS = 16  # shorter tokens can be guessed
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 def is_for_this_machine(headers: Mapping[bytes, bytes]) -> bool:
-    """Return whether a request names this machine as its host.
+    """Return whether the Host header of a request names this machine.
 
-    DNS rebinding: a web page can point its own host name here, but its requests carry that name.
+    This check prevents DNS rebinding: a web page can point its own host name at this machine, but its
+    requests then carry that name.
     """
     host = headers.get(b"host", b"").decode("latin-1").lower()
     return host in _LOCAL_NAMES or host.rpartition(":")[0] in _LOCAL_NAMES
@@ -37,7 +38,7 @@ def load_token(host: str, token_env: str) -> str | None:
     if not token_env:
         if not _is_loopback(host):
             raise RequestError(
-                f"the server would listen on the public address {host} without a token",
+                f"the server would listen on {host}, which other machines can reach, without a token",
                 where="--host",
                 remedy="export PERILUNE_TOKEN=$(openssl rand -hex 24), then add --token-env PERILUNE_TOKEN",
             )
@@ -45,7 +46,11 @@ def load_token(host: str, token_env: str) -> str | None:
     token = os.environ.get(token_env, "")
     if len(token) < MIN_TOKEN_CHARS:
         problem = f"has {len(token)} characters, and needs {MIN_TOKEN_CHARS}" if token else "is not set"
-        raise RequestError(f"{token_env} {problem}", where="--token-env")
+        raise RequestError(
+            f"the environment variable {token_env} {problem}",
+            where="--token-env",
+            remedy=f"export {token_env}=$(openssl rand -hex 24)",
+        )
     return token
 
 

@@ -21,7 +21,7 @@ DONE = b"data: [DONE]\n\n"
 _CALL_KINDS = ("call", "arguments")
 
 # OpenAI has no finish reason for an answer whose format allows no further token. Such an answer is
-# incomplete, like one that was cut off, and "stop" would mark it as complete.
+# incomplete, like an answer that was cut off. "stop" would mark it as complete.
 _FINISH_REASONS: dict[str | None, str] = {"aborted": "length"}
 
 # Creating an encoder costs as much as encoding.
@@ -46,8 +46,13 @@ class Usage:
         }
 
 
-class _Place:
-    """A place in a text whose last character may be incomplete: the number of whole characters before it."""
+class _TextEnd:
+    """The end of a text that grows token by token.
+
+    Attributes:
+        offset: number of whole characters so far.
+        decoder: holds the bytes of an incomplete last character.
+    """
 
     def __init__(self) -> None:
         self.offset, self.decoder = 0, codecs.getincrementaldecoder("utf-8")("replace")
@@ -77,15 +82,15 @@ class TokenFormatter:
     def _format_token(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self.text(token), "logprob": logprob, "bytes": self.bytes(token)}
 
-    def offsets(self, tokens: Sequence[int], place: _Place) -> list[int]:
-        """Return the character of the text at which each token begins, and move `place` behind the last one.
+    def offsets(self, tokens: Sequence[int], end: _TextEnd) -> list[int]:
+        """Return the offset in characters at which each token begins, and advance `end` past the tokens.
 
-        The tokens of one character begin at the same place. A control token adds nothing.
+        Tokens that are parts of one character have the same offset. A control token has no text.
         """
         offsets = []
         for token in tokens:
-            offsets.append(place.offset)
-            place.offset += len(place.decoder.decode(bytes(self.bytes(token) or ())))
+            offsets.append(end.offset)
+            end.offset += len(end.decoder.decode(bytes(self.bytes(token) or ())))
         return offsets
 
     def bytes(self, token: int) -> list[int] | None:
@@ -98,16 +103,16 @@ class CompletionAnswer:
     """Builds the response to one chat or text completion request.
 
     Args:
-        chat: a chat completion; otherwise a text completion.
-        logprobs: include log-probs.
-        include_ids: include token ids and policy versions.
+        chat: whether to build a chat completion; otherwise a text completion.
+        logprobs: whether to include log-probs.
+        include_ids: whether to include token ids and policy versions.
         parts: creates the reader of a choice of a chat; None if all text is content.
         new_id: creates the id of a tool call from its name and its number in the answer.
 
     Attributes:
         beginning: the kind of text at the start of a choice.
         include_usage: whether a stream ends with the usage.
-        names_function: whether the request names the function to call. A call then is the whole answer, whose
+        names_function: whether the request names the function to call. The answer is then one call, and its
             finish reason is "stop", as in OpenAI's API.
         echoed: the prompts, which precede the choices of a text completion; empty unless requested.
     """
@@ -132,7 +137,7 @@ class CompletionAnswer:
         self._calls: Counter[int] = Counter()  # of each choice so far
         self._formatter, self._chat = token_formatter, chat
         self._logprobs, self._include_ids = logprobs, include_ids
-        self._places: defaultdict[int, _Place] = defaultdict(_Place)  # the end of each choice so far
+        self._text_ends: defaultdict[int, _TextEnd] = defaultdict(_TextEnd)  # by choice
         self._kind, self._piece_kind = (
             ("chat.completion", "chat.completion.chunk") if chat else ("text_completion",) * 2
         )
@@ -168,7 +173,7 @@ class CompletionAnswer:
         choice["text"] = prompt.text + choice["text"]
         if (after := choice["logprobs"]) is None:
             return
-        before = self._text_logprobs(prompt, _Place())
+        before = self._text_logprobs(prompt, _TextEnd())
         before["token_logprobs"] = [None, *before["token_logprobs"][1:]]  # nothing predicts the first token
         after["text_offset"] = [len(prompt.text) + offset for offset in after["text_offset"]]
         if before["top_logprobs"] is not None:
@@ -250,10 +255,10 @@ class CompletionAnswer:
     def _logprob_document(self, index: int, delta: Delta) -> dict[str, Any]:
         if self._chat:
             return {"content": self._formatter.format_logprobs(delta), "refusal": None}
-        return self._text_logprobs(delta, self._places[index])
+        return self._text_logprobs(delta, self._text_ends[index])
 
-    def _text_logprobs(self, delta: Delta, place: _Place) -> dict[str, Any]:
-        """Return the log-probs of tokens whose text begins at `place`, which moves behind them."""
+    def _text_logprobs(self, delta: Delta, end: _TextEnd) -> dict[str, Any]:
+        """Return the log-probs of tokens that continue the text at `end`, and advance `end` past them."""
         top = None
         if delta.top_logprobs:
             drawn = zip(delta.token_ids, delta.logprobs, strict=True)
@@ -264,7 +269,7 @@ class CompletionAnswer:
             "tokens": [self._formatter.text(token) for token in delta.token_ids],
             "token_logprobs": delta.logprobs,
             "top_logprobs": top,
-            "text_offset": self._formatter.offsets(delta.token_ids, place),
+            "text_offset": self._formatter.offsets(delta.token_ids, end),
         }
 
 

@@ -37,12 +37,12 @@ def make_app(
     routers: Sequence[APIRouter],
     spans: SpanWriter | None = None,
 ) -> FastAPI:
-    """Create the application that answers with `service`.
+    """Create the application that answers requests with `service`.
 
     Args:
         token: bearer token of requests; None if only this machine can connect.
         routers: the routes, besides /health and /metrics.
-        spans: writes a span of each request.
+        spans: writes an OpenTelemetry span for each request.
     """
 
     @asynccontextmanager
@@ -93,6 +93,7 @@ def make_app(
 
 
 def text_routes(service: Service) -> APIRouter:
+    """Return the routes of a language model: chat, completions, tokenization and the list of models."""
     router = APIRouter()
     started = int(time())
 
@@ -147,7 +148,7 @@ class _RequestRecorder:
         def count(answered: int) -> None:
             nonlocal status
             status = answered
-            route = scope.get("route")  # the router sets it
+            route = scope.get("route")  # set by the router
             self._service.metrics.count_request("other" if route is None else route.path, status)
 
         async def recorded(message: Message) -> None:
@@ -160,7 +161,7 @@ class _RequestRecorder:
         try:
             await self._app(scope, receive, recorded)
         except Exception:
-            if not status:  # `handle_defect` answers outside of all middleware
+            if not status:  # `handle_defect` runs outside this middleware and answers with 500
                 count(500)
             raise
         finally:

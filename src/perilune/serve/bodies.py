@@ -1,7 +1,7 @@
 """Parsing and validation of request bodies in bounded time.
 
-The JSON parser and pydantic hold the GIL, so all other threads wait for them. Their time grows with the
-number of values rather than bytes, so values are counted first, and validation stops at the first error.
+The JSON parser and pydantic hold the GIL, so all other threads wait for them. They take time for each value
+rather than each byte. So values are counted before parsing, and validation stops at the first error.
 """
 
 import json
@@ -20,7 +20,7 @@ BodyT = TypeVar("BodyT", bound=BaseModel)
 
 _MAX_VALUES = 10_000  # of a schema, of chat_template_kwargs, and of logit_bias
 _MAX_DEPTH = 64
-_MAX_SHOWN_CHARS = 200  # characters of an unknown argument
+_MAX_SHOWN_CHARS = 200  # of an unknown argument
 _MAX_CHARACTER_COUNTS = {b"{": 1 << 16, b"[": 1 << 16, b":": 1 << 15, b",": 1 << 18, b'"': 1 << 18}
 """Maximum counts of characters that start or separate values, outside strings; quotes count everywhere."""
 
@@ -40,7 +40,7 @@ async def read_request(request: Request, kind: type[BodyT], lanes: Lanes) -> tup
     Raises:
         ApiError: 400, with the first error.
     """
-    request.state.fields = kind.model_fields  # that errors may name
+    request.state.fields = kind.model_fields  # the fields that an error may name as `param`
     data = await request.body()
     return await lanes.short_or_long(len(data), lambda: read_body(data, kind)), len(data)
 
@@ -74,7 +74,7 @@ def validate_body(document: Any, kind: type[BodyT]) -> BodyT:
 
 
 def _select_error(errors: list[Any]) -> Any:
-    """Return the first error; for a value with several possible types, the error of the matching type."""
+    """Return the first error; for a value with several possible types, that of the type which matches."""
     field = errors[0]["loc"][:1]
     return next(
         (
@@ -148,13 +148,13 @@ def _check_count(data: bytes) -> None:
 
 
 class StrictBody(BaseModel):
-    """A JSON object of a request. Unknown keys and values of other types are refused."""
+    """A JSON object of routes outside OpenAI's API. Unknown keys and values of other types are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class Body(BaseModel):
-    """A JSON object of a request. Unknown keys and values of other types are refused, as OpenAI does."""
+    """A JSON object of OpenAI's API. Unknown keys and values of other types are refused, as OpenAI does."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -175,8 +175,9 @@ class RequestBody(Body):
     """The body of a request of OpenAI's API. Null arguments count as missing.
 
     Attributes:
-        unsupported: arguments that are refused, except for the listed values, which have no effect.
-        no_effect: arguments that cannot change an answer, and are ignored.
+        unsupported: arguments that are refused, unless they have one of the listed values, which have no
+            effect.
+        no_effect: arguments that are ignored, because they cannot change an answer.
     """
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -219,7 +220,7 @@ def require_part_types(*types: str) -> BeforeValidator:
 
 
 def check_repeatable(document: Any) -> Any:
-    """Check that a JSON value is small and that a response can repeat it, as a validator."""
+    """Validate that a JSON value is small, and that a response can repeat it."""
     try:
         json.dumps(check_size(document), ensure_ascii=False).encode()
     except UnicodeEncodeError:

@@ -30,8 +30,8 @@ class ChannelsReader:
 
     Args:
         calls: the format of calls; None if calls are content.
-        beginning: "content" if the answer continues a message.
-        max_calls: further calls are dropped.
+        beginning: "content" if the answer continues a message, otherwise "channels".
+        max_calls: maximum number of calls; further calls are dropped.
         forced: as in `PartsReader`.
     """
 
@@ -46,9 +46,9 @@ class ChannelsReader:
         self._format, self._calls_left = calls, max_calls
         self._forced = ForcedCalls.of_format(calls) if forced else None
         self._kind: Kind | None = "content" if beginning == "content" else None  # of the open message
-        self._header: str | None = None  # of the call that is open
-        self._at_start = True  # no message so far
-        self._buffer, self._searched = "", 0  # no end mark before this index
+        self._header: str | None = None  # of the open message if it is a call
+        self._at_start = True  # no message has begun
+        self._buffer, self._searched = "", 0  # the buffer has no end mark before index `_searched`
 
     def feed(self, text: str, *, last: bool) -> Parts:
         """Return the parts that can be read with more text; `last` flushes the text that was held back."""

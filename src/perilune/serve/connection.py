@@ -1,4 +1,4 @@
-"""Connection limits: the server drops idle and slow clients, so a flood of connections blocks nobody else."""
+"""Connection limits: the server drops idle and slow clients, so a flood of connections does not block it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class ConnectionLimits:
     """Limits on the connections of clients.
 
     Attributes:
-        max_connections: connections at a time. A new one replaces the connection that has waited longest for
-            a complete request.
-        head_seconds: time to receive the headers of each request, from the connection or the last answer on.
+        max_connections: number of open connections. A further connection replaces the one that has been
+            waiting longest for a complete request.
+        head_seconds: time to receive the headers of a request, from the start of the connection or the end of
+            the previous answer.
         stall_seconds: time after which a client that reads nothing is disconnected.
         request_bytes: largest request, with its headers and chunk framing.
     """
@@ -43,7 +44,7 @@ class _Connections:
 
     Attributes:
         on_stall: called when a client that reads nothing is disconnected.
-        waiting: connections that have not sent a whole request, the oldest first.
+        waiting: connections that have not sent a whole request, the longest-waiting first.
     """
 
     limits: ConnectionLimits
@@ -97,9 +98,9 @@ class _Connection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers += 1
-        self._header_bytes += len(name) + len(value)  # a whole head may come in one piece
+        self._header_bytes += len(name) + len(value)  # `_bytes` is too late if one packet has all headers
         if self._has_large_head:
-            raise ValueError("a large head")  # the parser stops and calls `send_400_response`
+            raise ValueError("headers are too large")  # the parser stops and calls `send_400_response`
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -172,7 +173,7 @@ class _Connection(HttpToolsProtocol):
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            self.drop()  # in the middle of another answer
+            self.drop()  # a response would end up in the middle of another answer
             return
         body = json.dumps(error_document(status, message)).encode()
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\n"

@@ -31,7 +31,7 @@ class Control:
     """Pauses and resumes the engine, and frees its memory.
 
     Args:
-        engine: after the start, only its own thread uses it.
+        engine: once the server has started, only the engine's thread uses it.
         weights_lock: held while the weights of the engine or its runner are replaced.
     """
 
@@ -45,7 +45,7 @@ class Control:
         if self.gate.sleeping:
             return
         self.gate.close()
-        if mode == "wait":  # also finish requests that an earlier pause has kept
+        if mode == "wait":  # also finish requests that an earlier pause with "keep" has stopped
             await self._unpause()
         while mode == "wait" and self._thread.num_open_samples:
             await asyncio.sleep(_POLL_INTERVAL_S)
@@ -85,7 +85,7 @@ class Control:
             self.gate.open()  # refuses the requests that waited
 
             def fall_asleep() -> None:
-                self._thread.paused = True  # a pause that waits may have undone this meanwhile
+                self._thread.paused = True  # a concurrent pause with "wait" may have reset it
                 self._engine.sleep()
 
             try:

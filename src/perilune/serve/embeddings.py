@@ -56,8 +56,8 @@ class Embeddings:
     """Computes embeddings between the steps of the engine.
 
     Args:
-        engine: after the start, only its own thread uses it.
-        size: length of an embedding.
+        engine: once the server has started, only the engine's thread uses it.
+        size: number of dimensions of an embedding.
     """
 
     def __init__(self, service: Service, engine: Engine, size: int, pooling: Pooling) -> None:
@@ -69,7 +69,7 @@ class Embeddings:
         service, began = self._service, perf_counter()
         body, size = await read_request(request, EmbeddingBody, service.lanes)
         if body.dimensions is not None and body.dimensions > self._size:
-            raise ApiError(400, f"an embedding has {self._size} dimensions", param="dimensions")
+            raise ApiError(400, f"an embedding has only {self._size} dimensions", param="dimensions")
         adapter = service.find_adapter(body.model)
         with service.admit():
             texts = await service.prompts.encode_texts(body.texts, size, None, "input")
@@ -92,7 +92,7 @@ class Embeddings:
                     vectors.extend(next(pieces))
                 except RequestError:
                     raise
-                except Exception as error:  # the engine has not changed, so only this request fails
+                except Exception as error:  # embeddings do not change the engine, so only this request fails
                     _log.error("an embedding failed", exc_info=error)
                     failures.append(WorkFailedError("the embedding failed"))
 

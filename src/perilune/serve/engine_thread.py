@@ -1,8 +1,8 @@
 """The thread that steps the engine, and its interface to the event loop.
 
 The thread runs commands (add, abort) between two steps. It passes the deltas of a step to the event loop in
-one call, which distributes them to the streams. A stream merges the deltas that its reader has not taken yet,
-so it holds at most one answer. A slow reader therefore uses bounded memory and delays no other request.
+one call, which distributes them to the streams. A stream merges deltas that its reader has not taken yet. So
+a stream holds at most one answer, and a slow reader uses bounded memory and delays no other request.
 
 A request that fails ends only its own stream. If a step fails, all requests in flight get an error and the
 engine is restarted. If the restart fails, the server stops.
@@ -54,7 +54,7 @@ class Stream:
         per_token: one delta for each token; otherwise one delta for each finished choice.
 
     Attributes:
-        accepted: done when the engine has accepted the requests; holds its error if it refuses them.
+        accepted: done when the engine has accepted the requests; has the error if the engine refuses them.
     """
 
     def __init__(self, requests: Sequence[Request], thread: EngineThread, *, per_token: bool) -> None:
@@ -85,7 +85,7 @@ class Stream:
         return deltas
 
     async def linger(self, seconds: float) -> None:
-        """Wait so that the next delta has more tokens, unless the stream has ended."""
+        """Wait so that the next deltas have more tokens; return early when the stream ends."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._ended.wait()
@@ -135,7 +135,7 @@ class EngineThread:
     Attributes:
         on_failure: called in the event loop when the engine has failed permanently.
         on_restart: called in the event loop when the engine was restarted after a failure.
-        paused: whether no step is computed; set it with `run_between_steps`.
+        paused: whether the thread stops computing steps; set it with `run_between_steps`.
         failure: the error after which the engine could not be restarted.
     """
 
@@ -190,7 +190,7 @@ class EngineThread:
 
         Raises:
             RequestError: raised by `work`, which must not have changed anything.
-            WorkFailedError: when `work` raises another error; the engine then counts as failed.
+            WorkFailedError: when `work` raises another error, after which the engine counts as failed.
         """
         if self.failure is not None:
             raise WorkFailedError("the engine has failed")

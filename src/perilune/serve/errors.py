@@ -24,9 +24,10 @@ _MAX_SHOWN_CHARS = 200  # characters of a request's value that an error message 
 
 
 class ApiError(HTTPException):
-    """A request that is answered with an error.
+    """An error response to a request.
 
     Args:
+        status: the HTTP status.
         message: the problem, with the invalid value.
         param: the invalid field.
         code: an identifier for programs, such as "context_length_exceeded".
@@ -46,7 +47,7 @@ class ApiError(HTTPException):
 
 
 def unknown_model_error(name: str, *known: str) -> ApiError:
-    """Return error 404 for an unknown model; the message lists the `known` ones."""
+    """Return error 404 for an unknown model. The message lists the `known` models."""
     message = f"no model {shorten(name)!r}; this server has {', '.join(map(repr, known))}"
     return ApiError(404, message, param="model", code="model_not_found")
 
@@ -67,7 +68,7 @@ def error_document(
 
 
 async def handle_http_error(request: Request, error: Exception) -> JSONResponse:
-    """Return the response to an `HTTPException` of ours or of the framework."""
+    """Return the response to an `ApiError`, or to an `HTTPException` of the framework."""
     assert isinstance(error, AnyHTTPException)
     message, path = error.detail, request.url.path
     if path in _OPTIONAL and not isinstance(error, ApiError) and error.status_code == 404:
@@ -79,10 +80,11 @@ async def handle_http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def handle_library_error(request: Request, error: Exception) -> JSONResponse:
+    """Return the response to a `PeriluneError`. Its place is `param` only if it is a field of the request."""
     assert isinstance(error, PeriluneError)
     status = http_status(error)
     fields = getattr(request.state, "fields", ())
-    param = error.where if error.where.partition(".")[0] in fields else None  # others are the server's
+    param = error.where if error.where.partition(".")[0] in fields else None
     message = f"{error.what} ({error.remedy})" if error.remedy else error.what
     return JSONResponse(error_document(status, message, param), status)
 
@@ -113,7 +115,7 @@ async def handle_defect(request: Request, error: Exception) -> JSONResponse:
 
 
 def shorten(text: str) -> str:
-    """Shorten `text` to the length that error messages repeat."""
+    """Shorten a value of a request to the length that error messages repeat."""
     return text if len(text) <= _MAX_SHOWN_CHARS else text[: _MAX_SHOWN_CHARS - 1] + "…"
 
 

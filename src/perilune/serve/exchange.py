@@ -20,7 +20,11 @@ _EVENT_INTERVAL_S = 0.01  # seconds between two events of a stream; tokens in be
 
 
 class AnswerBuilder(Protocol):
-    """The builder of one response."""
+    """The builder of one response.
+
+    Attributes:
+        beginning: the kind of text at the start of each choice.
+    """
 
     beginning: Beginning
 
@@ -43,13 +47,13 @@ class AnswerBuilder(Protocol):
 
 
 class Exchange:
-    """One request in progress.
+    """One request in progress: takes the deltas of a stream, builds the response and records metrics.
 
     Args:
-        began: arrival of the request, on the performance counter.
+        began: arrival of the request, in seconds of the performance counter.
 
     Attributes:
-        usage: tokens so far.
+        usage: numbers of tokens so far.
     """
 
     def __init__(self, stream: Stream, answer: AnswerBuilder, metrics: Metrics, began: float) -> None:
@@ -72,7 +76,7 @@ class Exchange:
         finally:
             self.close()
         ordered = [choices[choice] for choice in sorted(choices)]
-        # In a thread, because many choices with log-probs are many megabytes.
+        # In a thread, because encoding many choices with log-probs (megabytes) would block the event loop.
         return await asyncio.to_thread(
             lambda: JSONResponse(self._answer.build_response(ordered, self._prompts, self.usage))
         )
@@ -84,7 +88,7 @@ class Exchange:
         return choices
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield the response as server-sent events, those of one step in one piece."""
+        """Yield the response as server-sent events; the events of one step are one piece."""
         try:
             while deltas := await self._next():
                 sent = b""
@@ -114,7 +118,7 @@ class Exchange:
         return deltas
 
     def close(self) -> None:
-        """Record the request; stop sampling if the client has left."""
+        """Record the request in the metrics, and stop sampling if the stream has not ended."""
         self._stream.abort()
         usage = self.usage
         self._metrics.record_finished(

@@ -1,6 +1,7 @@
-"""Reads tool calls that a grammar enforces, and passes their arguments on while they are generated.
+"""Reads tool calls that a grammar enforces, and passes on their arguments while they are generated.
 
-The grammar guarantees the texts around names and arguments (`ToolFormat.spelling`), so nothing is held back.
+The grammar guarantees the texts around names and arguments (`ToolFormat.spelling`), so the reader holds no
+arguments back.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class ForcedCalls:
 
     def __init__(self, spelling: Spelling) -> None:
         before, between = map(_pattern, (spelling.before, spelling.between))
-        # A call begins with its arguments: before, a line break at the end of `between` may be still to come.
+        # Wait for the first character of the arguments: until then, a line break that belongs to `between`
+        # may still arrive.
         self._head = re.compile(rf"{before}({NAME}){between}(?=\S)")
         self._buffer = ""  # the text since the last call, or the arguments of the open one
         self._brackets: Brackets | None = None  # of the open call
@@ -33,7 +35,7 @@ class ForcedCalls:
     def feed(self, text: str) -> list[CallPart]:
         """Return the parts that can be read with more text. A truncated answer leaves its last call open."""
         self._buffer += text
-        new = len(self._buffer) - len(text)  # start of the arguments that were not passed on
+        new = len(self._buffer) - len(text)  # start of the text that was not passed on yet
         parts: list[CallPart] = []
         while True:
             name = None

@@ -10,7 +10,8 @@ class Gate:
     """Holds or refuses requests before they reach the engine.
 
     Attributes:
-        sleeping: parts of the model that sleep, "weights" and "kv_cache". If there are any, requests get 503.
+        sleeping: the parts of the model that sleep ("weights", "kv_cache"). If any part sleeps, requests get
+            status 503.
     """
 
     def __init__(self) -> None:

@@ -66,17 +66,21 @@ class AnswerConstraints:
             rules = f"answer: {_json_rule(body.schema_document or {})}"
         if len(rules) > _MAX_CHARS:
             raise RequestError(f"the constraint is longer than {_MAX_CHARS:,} characters", where=where)
-        constraints = self._constraints  # outside `try`: its errors do not concern the schema
+        constraints = self._constraints  # outside `try`, because its errors do not concern the schema
         try:
             rules = self._start_rules(beginning, calls=bool(functions)) + rules
             return self._compiled(rules, structured.grammar if structured else None)
         except RequestError as error:
             if structured and structured.regex:
-                constraints.regex(structured.regex)  # its error has the position in the expression
+                constraints.regex(structured.regex)  # raises an error with the position in the expression
             raise _schema_error(constraints, schemas, where) or error from None
 
     def _start_rules(self, beginning: Beginning, *, calls: bool) -> str:
-        """Return the rules before the rule of the answer, which consists of `calls` or is a final message."""
+        """Return the start rule, which allows reasoning before the rule `answer`.
+
+        Args:
+            calls: whether the answer consists of calls; otherwise it is a final message.
+        """
         if beginning == "content":
             return "start: answer\n"
         if beginning != "channels":
@@ -126,7 +130,7 @@ class AnswerConstraints:
         return "\n".join(rules)
 
     def _text_rule(self, text: str) -> str:
-        """Return the expression of a fixed text with optional line breaks, in which chat templates differ."""
+        """Return the expression of a fixed text. Line breaks are optional, because chat templates differ."""
         control = self._model.tokenizer.control_tokens
         marks = "|".join(["\n", *map(re.escape, self._model.marks)])
         rules = []
@@ -152,8 +156,8 @@ def _regex_rule(pattern: str) -> str:
 def _argument_schema(function: Function) -> Schema:
     """Return the schema of a function's arguments, which are an object.
 
-    Where a schema only lists arguments, others are excluded. JSON Schema would allow them, but the function
-    does not have them.
+    If a schema only lists arguments, the result excludes other arguments. JSON Schema would allow them, but
+    the function does not have them.
     """
     name, schema = function.name, function.parameters
     if not re.fullmatch(NAME, name):

@@ -91,10 +91,10 @@ class Guard:
             return _error(503, "the server is shutting down", headers={"Retry-After": "10"})
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         length = headers.get(b"content-length", b"0")
-        # A browser sends the origin of pages of other sites.
+        # Requests without a body need no content type, unless a web page sent them: these have an Origin.
         empty = length == b"0" and b"transfer-encoding" not in headers and b"origin" not in headers
         if kind != b"application/json" and not (empty and not kind):
-            # This also forces browsers to send a CORS preflight for pages of other sites.
+            # Requiring JSON also makes browsers send a CORS preflight, which this server does not grant.
             return _error(415, "the body must have Content-Type: application/json")
         if length.isdigit() and int(length) > self._bodies.max_bytes:
             return _error(413, self._too_large_message(), code="body_too_large")
@@ -127,7 +127,7 @@ class Guard:
         return counted
 
     async def _discard(self, receive: Receive) -> None:
-        """Read more of the body, because a client that is disconnected while it sends sees no response."""
+        """Discard the rest of the body: a client that is disconnected while it sends sees no response."""
         remaining = self._bodies.max_discarded_bytes
         try:
             async with asyncio.timeout(self._bodies.seconds):

@@ -11,7 +11,7 @@ from typing import Literal, TypeVar, get_args
 Lane = Literal["short", "long", "template", "schema"]
 Result = TypeVar("Result")
 
-LONG_TASK_SIZE = 1 << 14  # bytes or characters from which work is long: a few milliseconds
+LONG_TASK_SIZE = 1 << 14  # bytes or characters from which work counts as long: it takes a few milliseconds
 
 
 class Lanes:
@@ -21,11 +21,11 @@ class Lanes:
         self._threads = {lane: ThreadPoolExecutor(1, thread_name_prefix=lane) for lane in get_args(Lane)}
 
     async def short_or_long(self, size: int, work: Callable[[], Result]) -> Result:
-        """Run `work` on `size` bytes or characters."""
+        """Run `work`, which processes `size` bytes or characters, in the lane for short or for long work."""
         return await self.run("short" if size < LONG_TASK_SIZE else "long", work)
 
     async def run(self, lane: Lane, work: Callable[[], Result]) -> Result:
-        """Run `work` in a lane. Rendering a chat template may take any time."""
+        """Run `work` in a lane and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._threads[lane], work)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ class Metrics:
 
     Attributes:
         disconnects, stalls, restarts: counters of these events.
-        answer_seconds: running mean of the time of an answer.
+        answer_seconds: running mean of the seconds from a request to the end of its answer.
     """
 
     def __init__(self) -> None:
@@ -59,6 +59,7 @@ class Metrics:
         self._first.observe(time.perf_counter() - since)
 
     def record_finished(self, since: float, *, prompt: int, completion: int, cached: int) -> None:
+        """Record a request that ends now, with its numbers of tokens."""
         seconds = time.perf_counter() - since
         self._whole.observe(seconds)
         self.answer_seconds += _NEWEST_WEIGHT * (seconds - self.answer_seconds)

@@ -15,12 +15,15 @@ def visible_marks(tool_format: ToolFormat, *, reasoning: bool) -> tuple[str, ...
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model that is served.
+    """The model that the server serves.
 
     Attributes:
-        context: most tokens of prompt and answer together, limited by positions and cache.
+        name: name of the model in requests.
+        context: maximum number of tokens of prompt and answer together; the model's positions and the size of
+            the cache limit it.
         end_tokens: tokens that end an answer.
-        adapters: folders of LoRA adapters by name, which may change; a request selects one with `model`.
+        adapters: folders of the loaded LoRA adapters by name; they change while the server runs. A request
+            selects an adapter with `model`.
         reasoning: whether to return the text in <think> ... </think> separately, as `reasoning_content`.
         tool_format: how the model writes tool calls.
     """

@@ -1,4 +1,4 @@
-"""The base of the services that answer requests, for all kinds of models."""
+"""The base class of the services that answer requests, for language models and speech models."""
 
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -17,11 +17,11 @@ class ModelService:
 
     Args:
         thread: samples the answers.
-        max_samples: samples in progress or waiting; further requests are refused with 429.
+        max_samples: maximum number of samples in progress or waiting; further requests are refused with 429.
 
     Attributes:
         answering: number of requests whose responses are not sent completely.
-        entering: samples that are not submitted to the engine yet.
+        entering: number of samples that are not submitted to the engine yet.
         draining: whether the server is shutting down.
         open_paths: paths that need no token.
     """
@@ -53,7 +53,7 @@ class ModelService:
             ApiError: 429, which asks the client to retry after about the time of one answer.
         """
         busy = self.thread.num_open_samples + self.entering >= self._max_samples
-        # An answer that is sampled but not read yet costs memory only.
+        # Answers that are sampled but not read yet cost only memory, so twice as many are allowed.
         if busy or self.answering >= 2 * self._max_samples:
             wait = {"Retry-After": str(min(max(math.ceil(self.metrics.answer_seconds), 1), 30))}
             raise ApiError(429, "the queue is full", code="queue_full", headers=wait)
@@ -73,7 +73,10 @@ class ModelService:
     def stream(
         self, pieces: AsyncIterator[bytes], close: Callable[[], None], media_type: str
     ) -> StreamedResponse:
-        """Return a response that sends `pieces`, and calls `close` at its end. For `count_answering`."""
+        """Return a response that sends `pieces`. At its end, it calls `close` and decrements `answering`.
+
+        Use it as a result in `count_answering`.
+        """
 
         def finish(complete: bool) -> None:
             self.answering -= 1

@@ -1,4 +1,4 @@
-"""Splits the text of an answer into reasoning, content and tool calls, while it is streamed or whole.
+"""Splits the text of an answer into reasoning, content and tool calls, for streamed and whole answers.
 
 Reasoning is in <think> ... </think> at the beginning, as in DeepSeek-R1 and Qwen3. Readers hold back text
 that may still become a mark or a call. A call that is malformed or incomplete is content.
@@ -16,8 +16,8 @@ THINK_START, THINK_END = "<think>", "</think>"
 
 Kind = Literal["reasoning", "content"]
 Beginning = Literal["start", "reasoning", "content", "channels"]
-"""The kind of text at the start of an answer: reasoning or content ("start"), the rest of the reasoning,
-content, or the header of a message (see `ChannelsReader`)."""
+"""The text at the start of an answer: "start" for reasoning or content, "reasoning" for the rest of reasoning
+that the prompt began, "content", or "channels" for the header of a message (see `ChannelsReader`)."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Parts:
             self.items.append((kind, text))
 
     def add_calls(self, parts: Iterable[CallPart]) -> None:
-        """Add parts of calls; arguments are joined with those of the same call before them."""
+        """Add parts of calls. Arguments are appended to a preceding part of the same call."""
         for part in parts:
             if part[0] == "arguments" and self.items and isinstance(call := self.items[-1][1], tuple):
                 name, arguments = call
@@ -59,7 +59,7 @@ class Parts:
 
 
 class Reader(Protocol):
-    """A parser that splits the text of one choice."""
+    """A parser that splits the text of one choice, piece by piece."""
 
     def feed(self, text: str, *, last: bool) -> Parts:
         """Return the parts that can be read with more text; `last` flushes the text that was held back."""
@@ -71,9 +71,9 @@ class PartsReader:
     Args:
         calls: the format of calls; None if calls are content.
         beginning: the kind of text at the start.
-        max_calls: further calls are dropped.
-        forced: whether a grammar limits the content to calls in this format. Their arguments are passed on
-            while they are generated, without canonical formatting.
+        max_calls: maximum number of calls; further calls are dropped.
+        forced: whether a grammar limits the content to calls in this format. The reader then passes on
+            arguments while they are generated, without canonical formatting.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class PartsReader:
         self._forced = ForcedCalls.of_format(calls) if forced else None
         self._state = beginning
         self._buffer = ""
-        self._skip_whitespace = False  # nothing but white space since the reasoning or the last call
-        self._at_start = True  # no content but white space so far
+        self._skip_whitespace = False  # only white space since the reasoning or the last call
+        self._at_start = True  # only white space as content so far
         self._brackets = Brackets(calls.quotes) if calls is not None else Brackets()
 
     def feed(self, text: str, *, last: bool) -> Parts:

@@ -14,7 +14,7 @@ from perilune.serve.model import ServedModel
 from perilune.serve.schema import Message
 from perilune.serve.tool_formats import ToolFormat
 
-_MAX_CHARS_PER_TOKEN = 16  # of a prompt for each token of the context; English has 4 to 5
+_MAX_CHARS_PER_TOKEN = 16  # characters of a prompt for each token of the context; English has 4 to 5
 _TESTS_CONTENT = re.compile(r"\bcontent\b['\"\]]* is (not )?none")
 
 
@@ -23,13 +23,13 @@ class Conversation:
     """Messages, the tools to show to the model, and variables of the chat template.
 
     Attributes:
-        render_continued: whether the answer continues the last message.
+        continues_last: whether the answer continues the last message.
     """
 
     messages: Sequence[Message]
     tools: Sequence[dict[str, Any]]
     variables: Mapping[str, Any]
-    render_continued: bool = False
+    continues_last: bool = False
 
 
 class Prompts:
@@ -37,7 +37,7 @@ class Prompts:
 
     def __init__(self, model: ServedModel, lanes: Lanes) -> None:
         self.model, self._lanes = model, lanes
-        self._stopped = ""  # the reason, once no more templates are rendered
+        self._stopped = ""  # why no more templates are rendered; "" while they are
 
     def stop(self, reason: str) -> None:
         """Render no more templates; `reason` is the error."""
@@ -49,7 +49,7 @@ class Prompts:
         """Encode a conversation from a body of `size` bytes."""
         tokenizer = self.model.tokenizer
         last = conversation.messages[-1]
-        if conversation.render_continued and (last.content is None or last.tool_calls):
+        if conversation.continues_last and (last.content is None or last.tool_calls):
             raise ApiError(
                 400,
                 "the last message has no content, or has tool calls, so it cannot be continued",
@@ -90,7 +90,7 @@ class Prompts:
             document["role"] = "system"  # most templates drop or refuse other roles
         missing = message.content is None and "tool_calls" in document
         if missing and template is not None and _TESTS_CONTENT.search(template.source):
-            document["content"] = None  # DeepSeek-V3 writes calls only then
+            document["content"] = None  # the template of DeepSeek-V3 writes calls only if the content is None
         return document
 
     def _render(self, messages: list[dict[str, Any]], conversation: Conversation) -> list[Rendered]:
@@ -99,7 +99,7 @@ class Prompts:
         variables = dict(conversation.variables)
         if conversation.tools and self._template_has("tools"):
             variables["tools"] = conversation.tools
-        if conversation.render_continued:
+        if conversation.continues_last:
             return [render_continued(self.model.tokenizer, messages, variables)]
         return self.model.tokenizer.render_pieces([messages], **variables)
 

@@ -25,8 +25,9 @@ class ResponseAnswer:
         streams: whether to send the response as events.
         keep: called with the complete response.
         token_formatter: formats log-probs; None for no log-probs. With log-probs, all text must be content.
-        parts: creates the parser for reasoning and calls; None if all text is content.
+        parts: creates the reader of the answer; None if all text is content.
         new_id: creates the id of a tool call from its name and its number in the answer.
+        count: counts the tokens of a text, for the number of reasoning tokens.
 
     Attributes:
         beginning: the kind of text at the start.
@@ -217,7 +218,7 @@ class ResponseAnswer:
         }
 
     def _emit(self, kind: str, **fields: Any) -> None:
-        """Add a serialized event. Serializing cannot wait, because its items change later."""
+        """Serialize an event and add it to `_events`: now, because its items change later."""
         if self._streams:
             document = {"type": kind, "sequence_number": self._sequence, **fields}
             self._events += f"event: {kind}\ndata: {encode_json(document)}\n\n".encode()

@@ -1,7 +1,7 @@
 """The body of POST /v1/responses, and its conversion to a chat request.
 
-An input item becomes a message, or a call in the preceding message of the assistant. The prompt omits earlier
-reasoning, as in a chat.
+An input item becomes a message, or a call in the preceding message of the assistant. Earlier reasoning is not
+part of the prompt, as in a chat.
 """
 
 from collections.abc import Sequence
@@ -168,7 +168,7 @@ class ResponseBody(RequestBody):
     max_output_tokens: int | None = Field(None, ge=1)
     store: bool = True
     stream: bool = False
-    stream_options: Document = Field(default_factory=dict)  # only how a stream is padded
+    stream_options: Document = Field(default_factory=dict)  # ignored: controls only padding of the stream
     tools: Annotated[list[_Function], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(
         default_factory=list
     )
@@ -252,7 +252,7 @@ class ResponseBody(RequestBody):
 
 
 def _nest_tool_choice(tool: Any) -> Any:
-    """Return the reference to a tool as a chat has it: with the name in an object."""
+    """Return the reference to a tool in the form of chat completions, with the name in an object."""
     if not isinstance(tool, dict):
         return tool
     return {"type": tool.get("type"), "function": {key: tool[key] for key in tool if key != "type"}}

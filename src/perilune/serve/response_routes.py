@@ -1,6 +1,6 @@
 """POST /v1/responses: chats in the format of OpenAI's Responses API, and the stored conversations.
 
-The server keeps the newest conversations in memory, for requests with `previous_response_id`.
+The server keeps the most recently used conversations in memory, for requests with `previous_response_id`.
 """
 
 import json
@@ -20,9 +20,9 @@ from perilune.serve.response_body import ResponseBody, add_item
 from perilune.serve.schema import ChatBody
 from perilune.serve.service import Service
 
-_MAX_BYTES = 1 << 26  # of all conversations that are kept, as JSON
+_MAX_BYTES = 1 << 26  # of all stored conversations, as JSON
 _MAX_CONVERSATIONS = 2000
-_MIN_RESPONSES = 8  # a response above 1/8 of all bytes would drop too many others, so it is not kept
+_MIN_RESPONSES = 8  # a response above 1/8 of `_MAX_BYTES` is not stored: it would drop too many others
 
 Messages = list[dict[str, Any]]
 
@@ -46,10 +46,10 @@ class Conversations:
         self._max_bytes, self._max_count = max_bytes, max_count
         self._stored: OrderedDict[str, _StoredResponse] = OrderedDict()
         self._bytes = 0
-        self._lock = threading.Lock()  # whole responses are added from other threads
+        self._lock = threading.Lock()  # responses that are not streamed are added from other threads
 
     def add(self, document: dict[str, Any], messages: Messages) -> None:
-        """Keep a response and its conversation unless very large, and drop the least recently used ones."""
+        """Store a response and its conversation unless very large, and drop the least recently used ones."""
         kept = _StoredResponse(json.dumps(document).encode(), json.dumps(messages).encode())
         if kept.size > self._max_bytes // _MIN_RESPONSES:
             return
@@ -61,18 +61,18 @@ class Conversations:
                 self._bytes -= dropped.size
 
     def response(self, response_id: str) -> bytes:
-        """Return a response that is kept, as JSON.
+        """Return a stored response as JSON.
 
         Raises:
-            ApiError: 404, when it is not.
+            ApiError: 404, when it is not stored.
         """
         return self._find(response_id, "response_id").document
 
     def messages(self, response_id: str) -> bytes:
-        """Return the messages of a conversation up to the end of a response that is kept, as JSON.
+        """Return the messages of a conversation up to the end of a stored response, as JSON.
 
         Raises:
-            ApiError: 404, when it is not.
+            ApiError: 404, when the response is not stored.
         """
         return self._find(response_id, "previous_response_id").messages
 
@@ -88,10 +88,10 @@ class Conversations:
         return self._stored[response_id]
 
     def remove(self, response_id: str) -> None:
-        """Forget a response.
+        """Delete a stored response.
 
         Raises:
-            ApiError: 404, when it is not kept.
+            ApiError: 404, when it is not stored.
         """
         with self._lock:
             self._bytes -= self._lookup(response_id, "response_id").size

@@ -37,7 +37,7 @@ class StreamedResponse(Response):
 
     Args:
         pieces: the bytes to send.
-        finished: called at the end with True if all pieces were sent.
+        finished: called at the end, with True if all pieces were sent, otherwise with False.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Request bodies: OpenAI's chat and text completions, with the extensions of vLLM and SGLang.
 
-Unknown arguments are refused, as OpenAI does, because ignoring an option silently would change the answer. Of
-OpenAI's arguments that are not supported, those that cannot change an answer are ignored, and the others are
-refused unless their value has no effect.
+Unknown arguments are refused, as OpenAI does, because ignoring an option silently would change the answer.
+Unsupported arguments of OpenAI's API are ignored if they cannot change an answer. Otherwise they are refused,
+unless their value has no effect.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DEFAULT_VOICE = "default"  # of a speech model
 NO_EFFECT = frozenset(
     ("metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier")
 ) | {"service_tier", "store", "user"}
-# Unsupported arguments, and their values without effect.
+# Unsupported arguments, and the values that have no effect.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
@@ -84,7 +84,7 @@ Text = Annotated[str, StringConstraints(min_length=1)]
 
 
 def encodable(text: str) -> str:
-    """Return a text without lone surrogates, for a validator."""
+    """Return the text, as a validator; raise a UnicodeEncodeError if it has lone surrogates."""
     return text.encode().decode()
 
 
@@ -104,7 +104,7 @@ class StreamOptions(Body):
     """Options of a stream."""
 
     include_usage: bool = False
-    include_obfuscation: bool = True  # only how a stream is padded
+    include_obfuscation: bool = True  # ignored: controls only padding of the stream
 
 
 class JsonSchema(Body):
@@ -246,7 +246,7 @@ class Sampling(RequestBody):
 
     @property
     def is_constrained(self) -> bool:
-        """True if a grammar holds the answer."""
+        """True if a grammar constrains the answer."""
         return self.structured_outputs is not None or self.schema_document is not None
 
     @property
@@ -382,7 +382,7 @@ class CalledTool(Body):
 
     @property
     def document(self) -> dict[str, Any]:
-        """The call as chat templates expect it: with its arguments as an object, if they are one."""
+        """The call as chat templates expect it. Arguments that are a JSON object are parsed."""
         try:
             arguments = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError):
@@ -513,9 +513,10 @@ class ChatBody(PromptOptions, Sampling):
 
     Attributes:
         max_completion_tokens: newer name of `max_tokens`. Default: as many as fit into the context.
-        tools: functions that the model may call. A choice that does has `tool_calls`.
-        tool_choice: "none" reads no calls, and does not show the tools to the model. "required" and a named
-            function hold the answer to calls. "allowed_tools" shows the model only some of the tools.
+        tools: functions that the model may call. A choice that calls functions has `tool_calls`.
+        tool_choice: with "none", the model is not shown the tools and calls in its answer are not parsed.
+            "required" or a named function constrains the answer to calls. "allowed_tools" shows the model
+            only some of the tools.
     """
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -534,7 +535,7 @@ class ChatBody(PromptOptions, Sampling):
 
     @property
     def forced_functions(self) -> list[Function]:
-        """The functions one of which the model must call; empty if it need not."""
+        """The functions of which the model must call at least one; empty if it need not call any."""
         choice = self.tool_choice
         mode = choice.allowed_tools.mode if isinstance(choice, _AllowedToolsChoice) else choice
         return [tool.function for tool in self._callable] if self.names_function or mode == "required" else []
@@ -556,7 +557,7 @@ class ChatBody(PromptOptions, Sampling):
 
     @property
     def is_constrained(self) -> bool:
-        """True if a grammar holds the answer."""
+        """True if a grammar constrains the answer."""
         return bool(self.forced_functions) or super().is_constrained
 
     @property
@@ -571,7 +572,7 @@ class ChatBody(PromptOptions, Sampling):
 
     @property
     def max_calls(self) -> int:
-        """Most calls of an answer."""
+        """Maximum number of calls in an answer."""
         return MAX_CALLS if self.parallel_tool_calls and not self.names_function else 1
 
     @model_validator(mode="after")
@@ -589,7 +590,7 @@ class ChatBody(PromptOptions, Sampling):
 
     @property
     def most_tokens(self) -> int | None:
-        """The limit under either name."""
+        """The maximum number of tokens, given under either name; None if neither is given."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
@@ -597,7 +598,7 @@ AnswerBody = ChatBody | CompletionBody
 
 
 class TokenizeBody(PromptOptions, RequestBody):
-    """POST /tokenize, as in vLLM: of a prompt, or of a conversation as a chat would send it.
+    """POST /tokenize, as in vLLM: tokens of a prompt, or of a conversation as a chat would send it.
 
     Attributes:
         add_special_tokens: whether a prompt begins with BOS if the tokenizer adds it. Chat templates decide
@@ -632,7 +633,7 @@ class SpeechBody(Body):
     voice: ShortName = DEFAULT_VOICE
     instructions: str = ""
     response_format: Literal["wav", "pcm"] = "wav"
-    speed: Annotated[float, Field(ge=1, le=1)] = 1  # no other is implemented
+    speed: Annotated[float, Field(ge=1, le=1)] = 1  # no other speed is implemented
     stream_format: Literal["audio"] = "audio"
     language: ShortName = "auto"
     non_streaming_mode: bool = True

@@ -42,9 +42,9 @@ from perilune.serve.weights import MAX_CHUNK_BYTES, WeightUpdates, reload_routes
 from perilune.speech.folder import is_speech_folder, load_speech_model
 from perilune.speech.synthesis import Speaker
 
-_SCORE_TOKENS = 512  # of echoed prompts that are scored together, between two steps of the engine
-_BACKLOG = 2048  # connections that wait to be accepted
-_DESCRIPTORS = 16_384  # requested; the system may allow fewer
+_SCORE_TOKENS = 512  # tokens of echoed prompts that are scored between two steps of the engine
+_BACKLOG = 2048  # connections that may wait to be accepted
+_DESCRIPTORS = 16_384  # requested number of file descriptors; the system may allow fewer
 _RESERVED_DESCRIPTORS = 256  # for files, pipes and processes
 _MAX_CONNECTIONS = 4096
 _HEADER_TIMEOUT_S = 10.0  # to receive the headers of a request
@@ -77,7 +77,7 @@ def serve(
 
 
 def _make_service(settings: Settings, notify: Callable[[str], None]) -> tuple[Service, list[APIRouter]]:
-    """Load the checkpoint, and create the engine, the service, and the routes of its options."""
+    """Load the checkpoint; create the engine and the service, and the routes that the settings enable."""
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype]
     loaded, tokenizer = load_for_inference(settings.checkpoint, _select_device(settings), dtype)
     if isinstance(loaded, TransformersModel):
@@ -164,7 +164,7 @@ def _make_speech_service(settings: Settings) -> tuple[SpeechService, list[APIRou
     }
     option = next((option for option, value in unsupported.items() if value), None)
     if option is not None:
-        raise RequestError("is not possible with a speech model", where=option, remedy="leave it out")
+        raise RequestError("does not apply to a speech model", where=option, remedy="leave it out")
     model = load_speech_model(settings.checkpoint).to(_select_device(settings))
     speaker = Speaker(model, slots=settings.slots, cache_tokens=settings.cache_tokens or None)
     speaker.warm_up()
@@ -202,7 +202,7 @@ def _make_optional_routes(
         chunk = min(_body_bytes(settings), MAX_CHUNK_BYTES)
         updates = WeightUpdates(engine, loaded, service.thread, chunk, weights_lock)
         routers.append(weight_routes(updates))
-        if settings.control:  # it reads any folder of this machine
+        if settings.control:  # clients may then name any folder of this machine
             routers.append(reload_routes(updates))
     if settings.adapters_from is not None:
         if not settings.adapters_from.is_dir():
@@ -229,11 +229,11 @@ def _make_optional_routes(
 
 def _select_device(settings: Settings) -> str:
     if settings.backend == "openvino":
-        return "cpu"  # of the weights that it copies
+        return "cpu"  # OpenVINO copies the weights to its own device
     available = torch.cuda.is_available()
     if settings.device == "cuda" and not available:
         raise RequestError(
-            "device cuda was requested, and this machine has no CUDA device", remedy="perilune doctor"
+            "device cuda was requested, but this machine has no CUDA device", remedy="perilune doctor"
         )
     return "cuda" if available and settings.device != "cpu" else "cpu"
 
@@ -281,7 +281,7 @@ class _Server(uvicorn.Server):
                 http=make_protocol(limits, service.metrics.stalls.inc),
             )
         )
-        self._make_service, self._drain, self._announce = service, settings.drain, announce
+        self._service, self._drain, self._announce = service, settings.drain, announce
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         service.thread.on_failure = lambda error: setattr(self, "should_exit", True)
@@ -294,22 +294,22 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Finish open requests at the first signal, and exit at once at the second."""
-        if self._make_service.draining or self._loop is None:
+        if self._service.draining or self._loop is None:
             self.should_exit = self.force_exit = True
         else:
             self._loop.call_soon_threadsafe(self._begin_shutdown)
 
     def _begin_shutdown(self) -> None:
-        self._make_service.draining = True
+        self._service.draining = True
         self._draining = asyncio.get_running_loop().create_task(self._drain_and_exit())
 
     async def _drain_and_exit(self) -> None:
-        now, thread = asyncio.get_running_loop().time, self._make_service.thread
+        now, thread = asyncio.get_running_loop().time, self._service.thread
         deadline = now() + self._drain
         # A paused server can no longer be resumed, so its requests would never finish.
-        while self._make_service.answering and not thread.paused and now() < deadline:
+        while self._service.answering and not thread.paused and now() < deadline:
             await asyncio.sleep(0.05)
-        self._make_service.abort_all("the server was shut down")
+        self._service.abort_all("the server was shut down")
         self.should_exit = True
 
 
@@ -327,6 +327,6 @@ def _connection_limits() -> tuple[int, int]:
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
         soft = allowed
-    # asyncio accepts a whole backlog before it serves the first connection of it.
+    # asyncio accepts a whole backlog of connections before it serves the first of them.
     backlog = min(_BACKLOG, soft // 4)
     return backlog, max(soft - backlog - _RESERVED_DESCRIPTORS, 1)

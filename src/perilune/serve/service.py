@@ -145,7 +145,7 @@ class Service(ModelService):
         encode: Callable[[], Coroutine[Any, Any, list[list[int]]]],
         request: Request,
     ) -> Response:
-        """Answer a request for the prompts alone, with their log-probs."""
+        """Answer a completion request that only echoes its prompts (max_tokens 0), with their log-probs."""
         began = perf_counter()
         self.find_adapter(body.model)
         with self.admit():
@@ -157,7 +157,7 @@ class Service(ModelService):
         return await asyncio.to_thread(lambda: JSONResponse(answer.build_response(empty, prompts, usage)))
 
     async def _echo_prompts(self, body: CompletionBody, prompts: Sequence[list[int]]) -> list[Delta]:
-        """Return the prompts to put before the choices. The first token of each has log-prob 0."""
+        """Return the prompts to put before the choices. The first token of each prompt has log-prob 0."""
         texts = [
             prompt if isinstance(prompt, str) else self.model.tokenizer.decode(tokens)
             for prompt, tokens in zip(body.prompts, prompts, strict=True)
@@ -172,7 +172,7 @@ class Service(ModelService):
         return echoed
 
     async def _score(self, texts: Sequence[list[int]], top: int, adapter: str | None) -> list[PromptLogprobs]:
-        """Score texts, a bounded number of tokens between two steps of the engine."""
+        """Return the log-probs of texts. The engine scores a bounded number of tokens between two steps."""
         logprobs: list[PromptLogprobs] = []
         pieces = self._prompt_logprobs(texts, top, adapter)
         while len(logprobs) < len(texts):
@@ -253,7 +253,7 @@ class Service(ModelService):
         """Return the name of the adapter; None for the model itself.
 
         Raises:
-            ApiError: 404, when there is neither.
+            ApiError: 404, when `model` names neither.
         """
         if model not in self.model.names:
             raise unknown_model_error(model, *self.model.names)
@@ -287,7 +287,7 @@ class Service(ModelService):
         params = self._params(body, body.most_tokens or room)
         seed, step, task = body.random_key or (secrets.randbits(64), 0, 0)
         continues = not isinstance(body, ChatBody) or body.continue_final_message
-        adapter = self.find_adapter(body.model)  # again: it may have been unloaded
+        adapter = self.find_adapter(body.model)  # again, because it may have been unloaded meanwhile
         return [
             # Each prompt of a request has its own random numbers.
             EngineRequest(
@@ -321,7 +321,7 @@ class Service(ModelService):
 
 
 def _token_bytes(model: ServedModel) -> list[bytes | None]:
-    """Return the bytes of each token in the text of an answer, which has the marks of `model.marks`."""
+    """Return the bytes of each token in the text of an answer, including those of the model's marks."""
     try:
         table = model.tokenizer.token_bytes()
     except RequestError:  # a tokenizer without bytes of single tokens

@@ -1,4 +1,4 @@
-"""The settings of the server, and the options of `perilune serve` that they are given by."""
+"""The settings of the server, which are the options of `perilune serve`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +23,10 @@ TokenEnv = Annotated[
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the server. Each is an option of `perilune serve`, except for the checkpoint's folder.
+    """Settings of the server. Each is an option of `perilune serve`, except for `checkpoint`, its argument.
 
     Raises:
-        RequestError: naming the option, when they contradict each other.
+        RequestError: when settings contradict each other, naming the option.
     """
 
     checkpoint: Path
@@ -163,7 +163,9 @@ class Settings:
         if self.backend == "native":
             if self.device not in {"auto", "cpu", "cuda"}:
                 what = f"{self.device!r} is not auto, cpu or cuda"
-                raise RequestError(what, where="--device", remedy="or add --backend openvino")
+                raise RequestError(
+                    what, where="--device", remedy="add --backend openvino if it is an OpenVINO device"
+                )
             for option, value in {"--weights": self.weights, "--kv-cache": self.kv_cache}.items():
                 if value != "float32":
                     raise RequestError(f"{value} needs --backend openvino", where=option)

@@ -25,7 +25,7 @@ from perilune.speech.prompt import AUTO_LANGUAGE, Utterance
 from perilune.speech.stream import Samples, SpeechDelta, SpeechTimes
 from perilune.speech.synthesis import Speaker
 
-_FACTOR_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 5, 10)  # bounds of the real-time factor
+_FACTOR_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 5, 10)  # of the real-time factor
 _UNKNOWN_SIZE = 0xFFFFFFFF  # size in the header of a WAV stream
 _PLAYER = {"/": ("player.html", "text/html"), "/player.js": ("player.js", "text/javascript")} | {
     "/player.css": ("player.css", "text/css")
@@ -62,7 +62,7 @@ class SpeechMetrics(Metrics):
         self._audio = Counter("perilune_speech_seconds", "Seconds of speech", registry=self.registry)
 
     def record_utterance(self, times: SpeechTimes) -> None:
-        load = str(1 << (times.streams - 1).bit_length())  # 1, 2, 4, 8, ...: at most as many streams
+        load = str(1 << (times.streams - 1).bit_length())  # number of streams, rounded up to a power of two
         self._first_code.labels(load).observe(times.first_code)
         self._underruns.labels(load).inc(times.underruns)
         if times.audio:
@@ -162,7 +162,7 @@ class SpeechService(ModelService):
             async for part in self._samples(stream):
                 yield encode_pcm(part)
         except PeriluneError as error:
-            # The status is sent already. A dropped connection tells the client that samples are missing.
+            # The status has been sent. A dropped connection tells the client that samples are missing.
             raise ConnectionAbortedError(error.what) from None
 
     def _close(self, stream: Stream, began: float) -> None:

@@ -43,7 +43,7 @@ NAME = r"[\w.:/-]{1,64}"  # of a function
 MAX_CALLS = 128  # of a message
 _STRUCTURE = re.compile(r"""["'\\{}\[\]()]""")
 _OPENING_BRACKET = {"}": "{", "]": "[", ")": "("}
-_MAX_EXPRESSION_CHARS = 1 << 16  # characters that Python's parser gets
+_MAX_EXPRESSION_CHARS = 1 << 16  # longer texts are not passed to Python's parser
 
 
 class Brackets:
@@ -123,8 +123,8 @@ class ToolFormat(ABC):
     Attributes:
         marks: control tokens that must appear in the decoded text of an answer.
         quotes: characters that begin and end strings in calls.
-        usage: instructions for a model without a chat template for tools.
-        spelling: how calls are spelled; None if their arguments are no JSON, or calls cannot be forced.
+        usage: instructions for a model whose chat template does not describe tools.
+        spelling: how calls are spelled; None if their arguments are not JSON, or calls cannot be forced.
         template_mark: a text that identifies the format in a chat template.
         channels: whether an answer consists of messages in channels, which `ChannelsReader` reads.
     """
@@ -138,9 +138,10 @@ class ToolFormat(ABC):
     channels = False
 
     def find_call(self, text: str, *, at_start: bool) -> int:
-        """Return the index of a call or its possible beginning in `text`; the length of `text` if none.
+        """Return the index of a call in `text`, or of its possible beginning; the length of `text` if none.
 
-        `at_start`: whether only white space and calls precede `text`.
+        Args:
+            at_start: whether only white space and calls precede `text`.
         """
         return find_mark(text, self.marks[0])
 
@@ -157,7 +158,7 @@ class ToolFormat(ABC):
         return self.template_mark in template
 
     def with_schemas(self, schemas: Schemas) -> ToolFormat:
-        """Return the format for calls of these functions."""
+        """Return the format for calls of these functions, for formats whose parser needs argument types."""
         return self
 
     def describe(self, tools: Iterable[Mapping[str, Any]], system: str) -> str:
@@ -193,9 +194,9 @@ class Hermes(ToolFormat):
 
 
 class TaggedFormat(Hermes):
-    """A format in which arguments are texts between tags. The schema of a function says which are strings.
+    """A format with arguments as texts between tags. The schema of a function says which of them are strings.
 
-    Forced calls are spelled as in Hermes, which the format reads too.
+    Forced calls are spelled as in Hermes, which the parser of the format reads too.
 
     Attributes:
         call, argument: regular expressions of a call and of an argument, each with a name and a value.
@@ -298,7 +299,7 @@ class Mistral(ToolFormat):
         end = brackets.end(text, head.end())
         if end is None:
             return None
-        if end < 0:  # a mark before the place is not tried again, so that the time is linear
+        if end < 0:  # continue after the wrong character, so that the time stays linear
             return ParsedText(-end)
         value = _parse_json(text[head.end() : end])
         calls = [(head[1], value)] if head[1] else [_call_fields(item, "arguments") for item in _list(value)]
@@ -515,7 +516,7 @@ def detect_format(template: str | None) -> ToolFormat:
 
 
 def find_mark(text: str, mark: str) -> int:
-    """Return the index of `mark` in `text`, or of its beginning at the end of `text`; len(text) if none."""
+    """Return the index of `mark` in `text`, or of a part of it at the end of `text`; len(text) if none."""
     index = text.find(mark)
     if index >= 0:
         return index
@@ -569,7 +570,7 @@ def _call_fields(value: Any, *names: str) -> tuple[Any, Any]:
 
 
 def _python_arguments(arguments: str) -> str:
-    """Convert JSON arguments to those of a Python call; other text stays, because clients may send any."""
+    """Convert JSON arguments to those of a Python call. Text that is not a JSON object stays unchanged."""
     value = _parse_json(arguments)
     if not isinstance(value, dict):
         return arguments

@@ -40,13 +40,14 @@ def request_id(headers: Mapping[bytes, bytes]) -> str:
 class SpanWriter:
     """Writes spans to a file that only its owner can read.
 
-    A span that cannot be written, for example because the disk is full, is lost without delaying requests.
+    If a span cannot be written, for example because the disk is full, it is lost. Requests are not delayed.
     """
 
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
         self._path, self._file = path, os.fdopen(os.open(path, flags, 0o600), "ab", buffering=0)
-        self._torn = self._losing = False  # the last line is incomplete; the last span was lost
+        self._torn = False  # whether the last line of the file is incomplete
+        self._losing = False  # whether the last span was lost
 
     def close(self) -> None:
         self._file.close()

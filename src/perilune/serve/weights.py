@@ -56,7 +56,8 @@ class WeightUpdates:
     """Receives weight updates and applies them to the engine.
 
     Args:
-        engine: samples from `decoder`; only its thread uses it after the start.
+        engine: samples from `decoder`; once the server has started, only the engine's thread uses it.
+        chunk_bytes: maximum number of bytes of a file in one request.
         weights_lock: held while the weights of the engine or its runner are replaced.
     """
 
@@ -83,7 +84,7 @@ class WeightUpdates:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Return the weights' version and digest, the chunk limit, and dtype and shape of each tensor."""
+        """The weights' version and digest, the chunk limit, and dtype and shape of each tensor."""
         versions = {"version": self._reader.version, "digest": self._reader.result}
         return {**versions, "chunk_bytes": self._chunk_bytes, "tensors": self._tensors}
 
@@ -101,7 +102,9 @@ class WeightUpdates:
         match = _RANGE.fullmatch(content_range)
         first, last, total = map(int, match.groups()) if match else (0, 0, 0)
         if not match or last - first + 1 != len(data) or last >= total:
-            raise ApiError(400, "the body needs a matching Content-Range: bytes FIRST-LAST/TOTAL")
+            raise ApiError(
+                400, "Content-Range is missing or does not fit the body: give bytes FIRST-LAST/TOTAL"
+            )
         if total > self._max_update_bytes:
             raise ApiError(413, f"an update of this model has at most {self._max_update_bytes:,} bytes")
         async with self._lock:
@@ -110,7 +113,7 @@ class WeightUpdates:
     def _append(self, path: Path, first: int, total: int, data: bytes) -> int:
         for other in Path(self._folder.name).iterdir():
             if other != path:
-                other.unlink()  # of a transfer that another one has replaced
+                other.unlink()  # the file of an earlier transfer that was not completed
         has = path.stat().st_size if path.exists() else 0
         if first != has:
             raise ApiError(
@@ -144,7 +147,7 @@ class WeightUpdates:
         """Load the weights of the checkpoint in `folder` into the engine.
 
         Raises:
-            RequestError: when the folder has no checkpoint of the same shape.
+            RequestError: when the folder has no checkpoint with tensors of the same names and shapes.
         """
         async with self._lock, self._weights_lock:
             state = await asyncio.to_thread(load_tensors, folder, self._tensors)
