@@ -197,7 +197,7 @@ def test_recorded_waits_are_reproduced(tmp_path: Path) -> None:
     ]
     waits = [GroupShape.from_episodes(odd[begin : begin + 2], "wait").waits for begin in (0, 2)]
     assert waits == [(2.0, 0.0), (0.0, 0.0)]
-    with pytest.raises(RequestError, match="has a wait 'waits'"):
+    with pytest.raises(RequestError, match="metric 'waits' is 0 or missing"):
         RecordedLengths.from_folder(tmp_path, 0, "recorded", "waits")
 
 

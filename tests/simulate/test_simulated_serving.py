@@ -67,7 +67,7 @@ def test_disaggregated_prefill_includes_the_transfer() -> None:
     for request in apart.values():
         if request.arrival.output > 1:
             assert request.end > request.first + transfer_seconds(MODEL, request.arrival.prompt)
-    with pytest.raises(RequestError, match="leave none to decode"):
+    with pytest.raises(RequestError, match="leave no replica to decode"):
         serve(Replica(ONE, MODEL), arrivals, prefill=1)
 
 

@@ -1,1 +1,1 @@
-"""Simulation: whole RL runs and serving, predicted with the scheduler, pools and admission rule that run."""
+"""Predicts RL runs and serving by simulation, with the real scheduler, block pools and admission rule."""

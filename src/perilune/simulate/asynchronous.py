@@ -1,8 +1,8 @@
-"""A simulated asynchronous stage: a queue of events.
+"""A discrete-event simulation of an asynchronous stage.
 
-Rollout workers step their engines, environments answer after their latency, `admission_limit` admits groups,
-and the learner takes the finished groups that were admitted first. New weights arrive between two steps of an
-engine.
+Rollout workers step their engines, environments answer after their latency, `admission_limit` limits the
+admitted groups, and the learner trains on the finished groups that were admitted first. New weights arrive
+between two steps of an engine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class AsynchronousRun(Simulation):
         ]
 
     def run(self) -> RunResult:
-        """Simulate the stage."""
+        """Simulate the stage and return its result."""
         begin = self.result.start = self.start_seconds()
         self.now = begin + self.evaluate(0, begin)
         for worker in self.workers:
@@ -66,14 +66,14 @@ class AsynchronousRun(Simulation):
         heapq.heappush(self._events, (when, self._event_count, action))
 
     def slowdown(self) -> float:
-        """Return the factor of all times now: above 1 when more processes compute than there are cores."""
+        """Return the current factor of all times: above 1 when more processes compute than cores exist."""
         if self.plan.cores is None:
             return 1.0
         busy = self._learning + sum(worker.stepping for worker in self.workers)
         return max(1.0, busy / self.plan.cores)
 
     def add_finished_group(self, group: _Group) -> None:
-        """Take a finished group."""
+        """Queue a finished group for training."""
         self._finished[group.number] = group
         self._train_if_ready()
 
@@ -82,9 +82,9 @@ class AsynchronousRun(Simulation):
             yield from self.lengths.groups(step, self.plan.prompts, self.plan.samples)
 
     def _begin_step(self, step: int) -> None:
-        """Publish the weights of a step, admit groups and wait for those of the step."""
+        """Publish the weights before step `step`, admit groups, and train once enough groups are finished."""
         self._step, self._step_began, self._waiting = step, self.now, True
-        # Messages keep their order, so groups begin with these weights.
+        # Workers handle messages in order, so new groups begin with these weights.
         arrival = self.now + self.times.publish
         for worker in self.workers:
             self.schedule(arrival, partial(worker.publish, step - 1))
@@ -124,7 +124,7 @@ class AsynchronousRun(Simulation):
         self.schedule(self.now + learning + other, self._end_step)
 
     def _end_step(self) -> None:
-        """End a step."""
+        """End a step: evaluate if it is due, and begin the next step or end the stage."""
         self._learning = False
         seconds = self.evaluate(self._step, self.now)
         self.result.steps[-1]["evaluation"] = seconds
@@ -141,9 +141,9 @@ class _Group:
     """An admitted group.
 
     Attributes:
-        versions: sampled tokens by the version that sampled them.
+        versions: number of sampled tokens by the policy version that sampled them.
         lanes: the environment process of each episode.
-        finished: finished episodes.
+        finished: number of finished episodes.
     """
 
     number: int
@@ -165,7 +165,8 @@ class _Request:
 class _Worker:
     """A rollout process: one engine, and environment processes that each handle one answer at a time.
 
-    What arrives during a step of the engine is handled after it, as in `ContinuousRollouts.advance`.
+    Messages that arrive during a step of the engine are handled after the step, as in
+    `ContinuousRollouts.advance`.
     """
 
     def __init__(self, run: AsynchronousRun, number: int, name: str, environments: int) -> None:
@@ -174,9 +175,9 @@ class _Worker:
         self._run, self._name, self._started = run, name, False
         self._inbox: list[Callable[[], None]] = []
         self._requests: dict[int, _Request] = {}
-        self._free = [0.0] * environments  # when each environment process is free
-        self._sessions = [0] * environments
-        self._sampling_since: float | None = None  # when it began to sample without a break
+        self._free = [0.0] * environments  # time from which each environment process is free
+        self._sessions = [0] * environments  # open sessions of each environment process
+        self._sampling_since: float | None = None  # start of the current uninterrupted sampling
 
     def start(self) -> None:
         """Begin to handle messages."""
@@ -202,7 +203,7 @@ class _Worker:
             self._enter_request(shape.prompt.tolist(), samples, _Request(group, range(len(samples)), 0))
 
         def open_sessions() -> None:
-            for _ in shape.episodes:  # each goes to the process with the fewest, after its earlier work
+            for _ in shape.episodes:  # each goes to the process with the fewest sessions, after earlier work
                 lane = min(range(len(self._sessions)), key=self._sessions.__getitem__)
                 self._sessions[lane] += 1
                 self._free[lane] = max(self._free[lane], run.now) + run.environment.task / len(shape.episodes)
@@ -233,7 +234,7 @@ class _Worker:
         run.schedule(engine.clock.now, lambda: self._finish_step(deltas))
 
     def end_span(self) -> None:
-        """Add the time in which it sampled until now."""
+        """Record the span in which the worker has sampled until now."""
         if self._sampling_since is not None:
             self._run.result.add_span(self._name, "sample", self._sampling_since, self._run.now)
             self._sampling_since = None
@@ -245,7 +246,7 @@ class _Worker:
         self._advance()
 
     def _finish_turn(self, delta: Delta) -> None:
-        """Give a finished turn to the environment."""
+        """Pass a finished turn to the environment, which answers later."""
         request = self._requests[delta.request_id]
         group, turn, sample = request.group, request.turn, request.samples[delta.sample]
         group.versions.update(delta.policy_version)

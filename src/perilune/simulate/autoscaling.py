@@ -1,8 +1,8 @@
 """Autoscaling by the rate of requests, as in Knative and KEDA: the number of replicas over time.
 
-The rate is that of the arrivals in a window. Replicas are requested as soon as it asks for more, and serve
-after their startup. They are released once the rate has asked for fewer in a whole window. The decision
-depends on arrivals alone, so each replica can still be simulated by itself.
+The autoscaler measures the rate of arrivals in a window. It requests replicas as soon as the rate requires
+more, which serve requests after their startup. It releases replicas once the rate has required fewer for a
+whole window. Decisions depend only on arrivals, so each replica can be simulated independently.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Autoscaling:
     """The settings of an autoscaler.
 
     Attributes:
-        min_replicas: replicas that always serve.
-        rate: requests per second for which a replica is meant.
-        startup: seconds from the request of a replica to its first request.
+        min_replicas: number of replicas that always serve.
+        rate: target number of requests per second of one replica.
+        startup: seconds from requesting a replica until it serves.
         window: seconds over which the rate is measured.
     """
 
@@ -38,7 +38,7 @@ class Autoscaling:
         """Parse LEAST:RATE:STARTUP.
 
         Raises:
-            RequestError: when it is not of that form.
+            RequestError: when the text does not have this form.
         """
         try:
             min_replicas, rate, startup = text.split(":")
@@ -50,8 +50,8 @@ class Autoscaling:
             raise RequestError(
                 f"{text!r} does not describe an autoscaler",
                 where="--autoscale",
-                remedy="give LEAST:RATE:STARTUP, such as 1:4:120: at least one replica, another for each 4"
-                " requests per second, which serves after 120 s",
+                remedy="give LEAST:RATE:STARTUP, such as 1:4:120: at least 1 replica, one replica for every 4"
+                " requests per second, and 120 s until a new replica serves",
             ) from None
         return settings
 
@@ -61,11 +61,11 @@ class ScalingResult:
     """The decisions of an autoscaler for a trace.
 
     Attributes:
-        replica_of: the replica of each request, in the order of their times. One that is started again has
-            another number, because its cache is empty.
-        seconds: seconds of all replicas together until the last request, startups included.
-        peak: most replicas held at once.
-        last: replicas held at the last request.
+        replica_of: number of the replica of each request, in the order of their times. A replica that is
+            started again gets a new number, because its cache is empty.
+        seconds: replica seconds until the last request, summed over replicas, startups included.
+        peak: largest number of replicas at the same time.
+        last: number of replicas at the last request.
     """
 
     replica_of: list[int] = field(default_factory=list)
@@ -78,12 +78,13 @@ def assign_replicas(settings: Autoscaling, times: Sequence[float], max_replicas:
     """Decide which replica serves each request.
 
     Args:
-        times: of the arrivals, ascending.
+        times: arrival time of each request, ascending, in seconds.
         max_replicas: maximum number of replicas at once; at least `settings.min_replicas`.
     """
     result, last, numbers, window = ScalingResult(), times[0], count(), settings.window
     in_window = turn = 0
-    demand: deque[tuple[float, int]] = deque()  # (time since which no more were required, replicas)
+    # Pairs of a time and the largest number of replicas that was required since, the oldest first.
+    demand: deque[tuple[float, int]] = deque()
     # The number of each replica, and the time from which it serves.
     replicas = [(next(numbers), -math.inf) for _ in range(settings.min_replicas)]
     # Each arrival changes the rate twice. Replicas can be released one window after the rate has fallen.

@@ -1,4 +1,4 @@
-"""Measures the steps of the engine with a model on this machine, and fits the coefficients of their time."""
+"""Measures steps of the engine with a model on this machine, and fits the coefficients of their duration."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,15 +22,16 @@ from perilune.tasks.checks.preflight import MIN_LONG_RUN_STEPS
 
 Clock = Callable[[], float]
 
-ROWS = (64, 1, 256, 8, 16, 128, 2, 32, 4, 12, 96, 3, 24, 192, 48, 6)  # the most informative first
-PROMPT_TOKENS = (6, 150, 40, 500)  # tokens
-ANSWER_TOKENS = 20  # tokens of an answer, about
-MAX_PROMPT_TOKENS = 24_000  # of all requests of a shape
+# Samples in flight, the most informative numbers first.
+ROWS = (64, 1, 256, 8, 16, 128, 2, 32, 4, 12, 96, 3, 24, 192, 48, 6)
+PROMPT_TOKENS = (6, 150, 40, 500)
+ANSWER_TOKENS = 20  # approximate length of an answer
+MAX_PROMPT_TOKENS = 24_000  # maximum tokens of all prompts of a shape
 GROUP_SIZE = 8  # samples of a prompt
-REPEATS = 3  # of which the median counts
+REPEATS = 3  # measurements of a shape, of which the median counts
 STEPS_PER_MEASUREMENT = 8  # equal decoding steps whose mean is one measurement
 MIN_SHAPES = 8  # shapes that are always measured
-WARMUP_STEPS = 2  # steps of training that are left out
+WARMUP_STEPS = 2  # training steps at the beginning that are left out
 
 
 def measure_steps(
@@ -39,8 +40,10 @@ def measure_steps(
     """Measure steps of many shapes; return the fitted times and their mean relative error.
 
     Args:
-        seconds: after which no further shape is measured.
-        clock: processor time for one thread, because other load changes it little; else wall-clock time.
+        seconds: time after which no further shape is measured.
+        clock: returns CPU time if one thread computes, because other load hardly changes it; otherwise
+            wall-clock time.
+        report: called with a line of text for each shape.
     """
     deadline = time.perf_counter() + seconds
     measured: list[tuple[StepWork, float]] = []
@@ -55,7 +58,7 @@ def measure_steps(
 
 
 def _shapes(positions: int) -> Iterator[tuple[int, int, int]]:
-    """Yield samples in flight, tokens of their prompts, and samples of each prompt."""
+    """Yield the shapes to measure: samples in flight, tokens of a prompt, and samples of a prompt."""
     for rows in ROWS:
         for prompt in PROMPT_TOKENS:
             for samples in dict.fromkeys((min(rows, GROUP_SIZE), 1)):
@@ -65,12 +68,12 @@ def _shapes(positions: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _request_count(rows: int, samples: int) -> int:
-    """Return the requests of a shape: those that fill the rows once, or single ones that fill them twice."""
+    """Return the number of requests of a shape: groups that fill the rows once, or single samples twice."""
     return rows // samples if samples > 1 else 2 * rows
 
 
 def _make_requests(decoder: Decoder, rows: int, prompt: int, samples: int, repeat: int) -> list[Request]:
-    """Return groups that end together, or single requests, of which some begin while others decode."""
+    """Return groups whose samples end together, or single samples, some of which begin during decoding."""
     rng = np.random.default_rng(repeat)
     count = _request_count(rows, samples)
     ids = rng.integers(decoder.config.vocab_size, size=(count, prompt)).tolist()
@@ -93,7 +96,7 @@ def _measure_shape(
         engine.log.works.clear()
         requests = _make_requests(decoder, rows, prompt, samples, repeat)
         times.append(engine.run_timed(requests, clock)[0])
-    # The first allocates memory.
+    # Without the first repeat, which allocates memory.
     spent = [median(step_seconds) for step_seconds in zip(*times[1:], strict=True)]
     for plain, run in groupby(zip(engine.log.works, spent, strict=True), key=lambda pair: _is_plain(pair[0])):
         steps = list(run)
@@ -110,7 +113,7 @@ def _is_plain(work: StepWork) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TrainingTimes:
-    """Times fitted to the stages of a calibration recipe; fields as in `MeasuredTimes`."""
+    """Times fitted to the stages of a calibration recipe. The fields are as in `MeasuredTimes`."""
 
     update: tuple[float, float, float, float]
     recording: tuple[float, float, float, float]
@@ -120,9 +123,13 @@ class TrainingTimes:
 
 
 def fit_training(folders: Sequence[Path], seconds: Sequence[float]) -> TrainingTimes:
-    """Fit the times of training steps to the artifacts of finished RL stages and the seconds of each.
+    """Fit the times of training steps to finished RL stages.
 
-    At least one stage has the checks of a long run, and at least one has not.
+    At least one stage must have the checks of a long run, and at least one must not.
+
+    Args:
+        folders: the folder of artifacts of each stage.
+        seconds: duration of each stage.
     """
     lines = [list(_read_steps(folder)) for folder in folders]
     warm = [line for stage in lines for line in stage[WARMUP_STEPS:]]
@@ -131,7 +138,7 @@ def fit_training(folders: Sequence[Path], seconds: Sequence[float]) -> TrainingT
         features = np.array([[1.0, *(line[name] for name in names)] for line in warm])
         return list(map(float, fit_relative(features, np.array([line[part] for line in warm]))))
 
-    starts: dict[bool, list[float]] = {True: [], False: []}  # by whether the stage was checked
+    starts: dict[bool, list[float]] = {True: [], False: []}  # by whether the stage had checks of a long run
     for stage, total in zip(lines, seconds, strict=True):
         typical = sum(median(line[part] for line in stage[WARMUP_STEPS:]) for part in STEP_PARTS)
         starts[len(stage) >= MIN_LONG_RUN_STEPS].append(total - len(stage) * typical)
@@ -149,7 +156,7 @@ def fit_training(folders: Sequence[Path], seconds: Sequence[float]) -> TrainingT
 
 
 def _read_steps(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the timings of each step with its counts. `tokens` and `pairs` are of groups with a gradient."""
+    """Yield the timings and counts of each step. `tokens` and `pairs` count only groups with a gradient."""
     for line in read_json_lines(folder / "timings.jsonl"):
         episodes = list(read_episodes(folder / "episodes" / f"step-{line['step']:06d}.parquet"))
         groups = [

@@ -1,6 +1,6 @@
 """The engine on a virtual clock: the real scheduler, pools and outputs, with predicted step times.
 
-The runner computes nothing, and the sampler returns tokens that are given: lengths are an input of the
+The runner computes nothing, and the sampler returns given tokens, because lengths are an input of the
 simulation. So the simulated engine takes the same steps as the real engine with the same requests.
 """
 
@@ -30,7 +30,7 @@ from perilune.models.memory import DEFAULT_TOKEN_BUDGET
 from perilune.simulate.step_cost import StepTimes, StepWork, Windows
 
 Tokens = NDArray[np.int32]
-VOCABULARY_SIZE = 1 << 15  # of made-up tokens; only their equality matters
+VOCABULARY_SIZE = 1 << 15  # number of different simulated tokens; only the equality of tokens matters
 
 
 @dataclass(slots=True)
@@ -42,10 +42,11 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedModel:
-    """The part of a model's configuration that the engine reads, and the share of layers by window.
+    """The part of a model's configuration that the engine reads.
 
     Attributes:
-        vocab_size: with one more token, which ends a sample.
+        vocab_size: vocabulary size plus one, for a token that ends samples.
+        windows: share of the layers with each window.
     """
 
     vocab_size: int
@@ -73,12 +74,12 @@ class SimulatedModel:
 
     @property
     def config(self) -> SimulatedModel:
-        """The engine reads `decoder.config`."""
+        """The object itself, because the engine reads `decoder.config`."""
         return self
 
 
 def layer_windows(model: ModelCard) -> list[int | None]:
-    """Return the window of each layer; that of linear attention is its state."""
+    """Return the window of each layer; `STATE_WINDOW` for linear attention."""
     return [STATE_WINDOW if layer.mixer.state_size else layer.mixer.window for layer in model.layers]
 
 
@@ -100,7 +101,7 @@ class StepLog:
         self.chunks.append(tuple(np.diff(batch.cu_seqlens)[batch.decodes :].tolist()))
 
     def update_last(self, **counts: int) -> None:
-        """Set the counts of what followed the last step."""
+        """Set counts of the last step that are known only after its batch was built."""
         self.works[-1] = replace(self.works[-1], **counts)
 
 
@@ -129,7 +130,12 @@ class PredictedRunner:
         self._advance_clock(copied=sources.shape[1])
 
     def advance_draw(self, count: int, ended: int) -> None:
-        """Advance the clock by the time of samples that begin and end, when `count` samples draw a token."""
+        """Advance the clock by the time for samples that begin and end in a draw.
+
+        Args:
+            count: number of samples that draw a token.
+            ended: number of samples that draw their last token.
+        """
         self._advance_clock(begun=count - self._rows, ended=ended)
 
     def _advance_clock(self, **counts: int) -> None:
@@ -151,8 +157,10 @@ class TracedSampler(Sampler):
     """Returns the known tokens of each sample, and `end` as its last token.
 
     Args:
-        traces: the tokens of each sample of a request, by its id. Removed when all samples have begun.
-        begun: called with the requests of samples that drew their first token.
+        traces: by request id, the tokens of each sample. The sampler removes a request when all of its
+            samples have begun.
+        end: the token that ends samples.
+        begun: called with the request ids of samples that drew their first token.
     """
 
     def __init__(
@@ -211,9 +219,10 @@ class SimulatedEngine(Engine):
         log: records every step.
 
     Attributes:
-        clock: its virtual time.
+        clock: the virtual time of the engine.
+        predicted: the runner that advances the clock.
         peak_use: the largest share of the cache in use so far.
-        first_token_times: when the first token of a request was drawn.
+        first_token_times: by request id, the time at which the first token of the request was drawn.
     """
 
     def __init__(
@@ -261,7 +270,7 @@ class SimulatedEngine(Engine):
 
     @property
     def block_count(self) -> int:
-        """Blocks of the cache, of the smallest pool."""
+        """Number of blocks of the smallest pool of the cache, without the null block."""
         return min(self._num_blocks) - 1
 
     def submit(self, prompt: Sequence[int], samples: Sequence[Tokens]) -> int:

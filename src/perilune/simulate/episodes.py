@@ -1,6 +1,6 @@
-"""The episodes that a simulated run samples: lengths are an input, never a result.
+"""The episodes that a simulated run samples. Their lengths are an input of the simulation, not a result.
 
-The episodes are those of a finished run, step by step, or follow an assumption about their lengths.
+The episodes come from a finished run, step by step, or from an assumption about their lengths.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from perilune.errors import RequestError
 from perilune.files import finite_number
 
 Tokens = NDArray[np.int32]
-NEARBY_STEPS = 2  # recorded steps before and after, from which the groups of a step are drawn
+NEARBY_STEPS = 2  # groups of a step are drawn from so many recorded steps before and after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,10 @@ class GroupShape:
     """The episodes of one task.
 
     Attributes:
-        episodes: the turns of each sample; at least one.
-        live: whether rewards differ, so that the group is trained on.
-        waits: recorded seconds that the last answer of each episode waited; empty if they are unknown.
+        prompt: the tokens of the prompt.
+        episodes: the turns of each sample, at least one.
+        live: whether rewards differ, so that the group has a gradient.
+        waits: recorded seconds that the last answer of each episode waited; empty if unknown.
     """
 
     prompt: Tokens
@@ -47,30 +48,30 @@ class GroupShape:
 
     @property
     def sampled(self) -> int:
-        """Sampled tokens."""
+        """Number of sampled tokens."""
         return sum(len(turn.sampled) for episode in self.episodes for turn in episode)
 
     @property
     def fed(self) -> int:
-        """Tokens that the learner computes: the prompt once, then all tokens of each episode."""
+        """Number of tokens that the learner computes: the prompt once, then all tokens of each episode."""
         turns = [turn for episode in self.episodes for turn in episode]
         return len(self.prompt) + sum(len(turn.observed) + len(turn.sampled) for turn in turns)
 
     @property
     def recorded(self) -> int:
-        """Tokens of the episodes, each with its prompt."""
+        """Number of tokens of all episodes, each with its prompt."""
         return self.fed + (len(self.episodes) - 1) * len(self.prompt)
 
     @property
     def pairs(self) -> int:
-        """Pairs of a token that the learner computes and a key that it attends to, with full attention."""
+        """Number of (query, key) pairs that the learner computes with full attention."""
         prompt = len(self.prompt)
         lengths = [sum(len(turn.observed) + len(turn.sampled) for turn in turns) for turns in self.episodes]
         return prompt * (prompt + 1) // 2 + sum(n * prompt + n * (n + 1) // 2 for n in lengths)
 
     @property
     def turns(self) -> int:
-        """Sampled turns."""
+        """Number of sampled turns."""
         return sum(map(len, self.episodes))
 
     @classmethod
@@ -78,7 +79,7 @@ class GroupShape:
         """Return the shape of a recorded group.
 
         Args:
-            wait: metric with the wait of an episode.
+            wait: name of the metric with the seconds that an episode waited; "" for none.
         """
         rewards = {episode.reward for episode in episodes if episode.reward is not None}
         played = [(episode, turns) for episode in episodes if (turns := tuple(_split_turns(episode)))]
@@ -101,7 +102,11 @@ def _split_turns(episode: Episode) -> Iterator[TurnShape]:
 
 
 class Lengths(Protocol):
-    """A source of the episodes of a simulation."""
+    """A source of the episodes of a simulation.
+
+    Attributes:
+        basis: a description of the source, for reports.
+    """
 
     basis: str
 
@@ -112,8 +117,9 @@ class Lengths(Protocol):
 class RecordedLengths:
     """The episodes of a finished run.
 
-    A step with as many groups and samples as were recorded repeats them. Otherwise whole groups are drawn
-    from the recorded steps around it, and samples from the group, because lengths depend on task and step.
+    A step with as many groups and samples as were recorded repeats the recorded groups. Otherwise whole
+    groups are drawn from nearby recorded steps, and samples from within a group, because lengths depend on
+    task and step.
 
     Args:
         steps: the recorded groups of each step, in order.
@@ -124,10 +130,10 @@ class RecordedLengths:
 
     @classmethod
     def from_folder(cls, folder: Path, seed: int, basis: str, wait: str = "") -> RecordedLengths | None:
-        """Read the episodes in a folder; None without a sampled token. `wait` as in `from_episodes`.
+        """Read the episodes in a folder; None if no token was sampled. `wait` is as in `from_episodes`.
 
         Raises:
-            RequestError: when no episode waits by the metric `wait`.
+            RequestError: when the metric `wait` is given and is zero or missing in all episodes.
         """
         from perilune.data.episodes_file import read_episodes
 
@@ -138,7 +144,8 @@ class RecordedLengths:
             steps.append([group for group in groups if group.episodes])
         if steps and wait and not any(any(group.waits) for groups in steps for group in groups):
             remedy = "perilune data inspect FILE.parquet lists the metrics"
-            raise RequestError(f"no episode has a wait '{wait}'", where="--wait-metric", remedy=remedy)
+            what = f"the metric '{wait}' is 0 or missing in all episodes"
+            raise RequestError(what, where="--wait-metric", remedy=remedy)
         return cls(steps, seed, basis) if any(steps) else None
 
     def groups(self, step: int, count: int, samples: int) -> list[GroupShape]:
@@ -171,10 +178,10 @@ class AssumedLengths:
     """Episodes with lognormal answers of a given mean and limit: an assumption, not a prediction.
 
     Args:
-        means: `prompt` tokens; `sampled` tokens of all turns of an episode, and of the `longest` one; `turns`
-            of each; tokens `observed` before each turn but the first.
-        live: share of the groups that are trained on.
-        vocabulary: tokens are below it.
+        means: mean number of `prompt` tokens; of `sampled` tokens of an episode (all turns), and the maximum,
+            `longest`; of `turns` of an episode; and of tokens `observed` before each turn but the first.
+        live: share of the groups with a gradient.
+        vocabulary: number of different tokens.
     """
 
     def __init__(
@@ -198,7 +205,7 @@ class AssumedLengths:
         means = self._means
         turns = max(1, round(means["turns"]))
         mean, longest = means["sampled"] / turns, max(means["longest"], means["sampled"]) / turns
-        # The longest of many is about three standard deviations above the median.
+        # The longest of many answers is about three standard deviations above the median.
         sigma = max(0.0, 3 - np.sqrt(max(0.0, 9 - 2 * np.log(longest / max(mean, 1e-9)))))
         lengths = rng.lognormal(np.log(max(mean, 1e-9)) - sigma**2 / 2, sigma, size=turns)
         observed = round(means.get("observed", 0.0))

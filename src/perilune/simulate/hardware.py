@@ -1,7 +1,8 @@
-"""Times on other machines, computed from a card's published bandwidth and FLOPs.
+"""Times on other machines, computed from the published bandwidth and FLOPs of accelerators ("cards").
 
-A step takes the longer of two times: that of the bytes it reads (weights, keys and values) and that of its
-floating-point operations. None of these times is measured; every output that uses them states this.
+A step takes the longer of two times: the time to read weights, keys and values, and the time of its
+floating-point operations (the roofline model). These times are not measured, and every output that uses them
+says so.
 """
 
 import re
@@ -18,14 +19,14 @@ from perilune.simulate.times import PASSES_PER_UPDATE
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """Published figures of an accelerator.
+    """Published specifications of an accelerator.
 
     Attributes:
-        bandwidth: of its memory, in bytes per second.
+        bandwidth: bandwidth of the memory, in bytes per second.
         flops: dense bfloat16 operations per second.
-        memory: bytes.
-        link: bytes per second to other cards of the machine, in one direction.
-        host: bytes per second to the host's memory, in one direction.
+        memory: size of the memory in bytes.
+        link: bandwidth to other cards of the machine, in bytes per second and direction.
+        host: bandwidth to the host's memory, in bytes per second and direction.
     """
 
     bandwidth: float
@@ -51,9 +52,9 @@ CARDS: Mapping[str, Card] = MappingProxyType(
 )
 VALUE_BYTES = 2  # bytes of a weight, key or value: bfloat16
 TRAINING_BYTES = 16  # per parameter in training: weights, gradient and two moments
-ACHIEVED_BANDWIDTH, ACHIEVED_FLOPS, ACHIEVED_TRAINING = 0.7, 0.5, 0.4  # shares of the published figures
-QUERIES_PER_KEY = 128  # queries of a prompt that read a key together
-HOST_SECONDS = 1e-3  # of scheduler and sampler in each step of the engine
+ACHIEVED_BANDWIDTH, ACHIEVED_FLOPS, ACHIEVED_TRAINING = 0.7, 0.5, 0.4  # shares of the published values
+QUERIES_PER_KEY = 128  # queries of a prompt for which a key is read once
+HOST_SECONDS = 1e-3  # time of scheduler and sampler in each step of the engine
 EXCHANGE_SECONDS = 1e-5  # latency of an exchange between two cards
 USED_MEMORY = 0.9  # share of the memory for weights and cache
 DISK_BANDWIDTH = 7e9  # bytes per second: an NVMe disk on four lanes of PCIe 4
@@ -77,8 +78,10 @@ class Machines:
     """Cards of one kind.
 
     Attributes:
-        cards_per_model: cards that hold one copy of the model together.
-        price: of a card for an hour; None when it was not given.
+        name: name of the card.
+        count: number of cards.
+        cards_per_model: number of cards that share one copy of the model.
+        price: price of one card for one hour; None if unknown.
     """
 
     name: str
@@ -89,7 +92,7 @@ class Machines:
 
     @property
     def replicas(self) -> int:
-        """Copies of the model."""
+        """Number of copies of the model."""
         return self.count // self.cards_per_model
 
     def cost(self, seconds: float) -> float | None:
@@ -101,7 +104,7 @@ def parse_machines(text: str) -> Machines:
     """Parse machines such as "8xH100/4@2.5": 8 cards, 4 for each copy of the model, 2.5 per card and hour.
 
     Raises:
-        RequestError: when the text has another form, or names an unknown card.
+        RequestError: when the text does not have this form, or names an unknown card.
     """
     match = _MACHINES_PATTERN.fullmatch(text)
     if match is None:
@@ -149,7 +152,7 @@ class ComputedSteps:
         self._reduced = exchanged * 2 * (size - 1) / size * VALUE_BYTES * model.hidden_size / card.link
 
     def step_seconds(self, work: StepWork) -> float:
-        """Return the seconds of the longer of reading and computing, with the exchange between cards."""
+        """Return the longer of the times to read and to compute, plus the times of host and exchange."""
         tokens = work.rows + work.prefill
         weights = self._dense + self._experts * (1 - self._idle**tokens)
         keys = work.keys + work.prefill_keys
@@ -158,7 +161,7 @@ class ComputedSteps:
         return HOST_SECONDS + max(read, computed) + self._reduce + self._reduced * tokens
 
     def bookkeeping_seconds(self, *, begun: int = 0, copied: int = 0, ended: int = 0) -> float:
-        """Return the seconds of the copies."""
+        """Return the seconds to copy blocks; samples that begin and end take none."""
         return 2 * copied * self._block / self._bandwidth
 
 
@@ -167,8 +170,8 @@ class ComputedTimes:
     """The times of an RL run on other machines.
 
     Attributes:
-        length: mean tokens of an episode with its prompt.
-        learners: cards that train.
+        length: mean number of tokens of an episode with its prompt.
+        learners: number of cards that train.
     """
 
     machines: Machines
@@ -184,7 +187,7 @@ class ComputedTimes:
         return ComputedSteps(self.machines, self.model)
 
     def learn(self, tokens: int, episodes: int, pairs: int) -> float:
-        """Return the seconds of an update; `tokens` are those of one copy of the model."""
+        """Return the seconds of an update. `tokens` is the number of tokens of one copy of the model."""
         card, model = self.machines.card, self.model
         computed = PASSES_PER_UPDATE * self.forward(tokens, pairs)
         update = TRAINING_BYTES * model.parameters / (ACHIEVED_BANDWIDTH * card.bandwidth * self.learners)
@@ -205,7 +208,7 @@ class ComputedTimes:
 
 
 def cache_tokens(machines: Machines, model: ModelCard) -> int:
-    """Return the tokens that fit into the cache next to the weights, for requests of the maximum length.
+    """Return how many tokens fit into the cache next to the weights, for requests of the maximum length.
 
     Raises:
         RequestError: when the weights do not fit.

@@ -19,7 +19,7 @@ _NO_BYTES: Bytes = np.empty(0, dtype=np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class OffloadTimes:
-    """How much a block holds, and how fast it moves.
+    """The size of blocks, and the bandwidths of transfers.
 
     Attributes:
         block_bytes: bytes of a block of each pool.
@@ -33,7 +33,7 @@ class OffloadTimes:
 
     @classmethod
     def of(cls, machines: Machines, model: ModelCard) -> OffloadTimes:
-        """Return the times of one copy of the model."""
+        """Return the sizes and bandwidths of one copy of the model."""
         pools = (
             [
                 layer
@@ -57,7 +57,7 @@ class SimulatedOffloadStore(OffloadStore):
         no_cache: Any = None
         super().__init__(settings, no_cache, lambda: clock.now)
         self._times, self._clock = times, clock
-        self.load_seconds = 1 / times.memory  # until a load is timed
+        self.load_seconds = 1 / times.memory  # initial estimate, until the first load
 
     def _copy(self, index: int, blocks: Blocks) -> list[StoredBlock]:
         size = self._times.block_bytes[index]

@@ -1,4 +1,4 @@
-"""Steps of the real engine, each with its work and its duration."""
+"""Records the steps of the real engine: the work and the duration of each."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -47,7 +47,8 @@ class RecordedEngine(Engine):
         """Compute all requests together.
 
         Returns:
-            the seconds of each step, and of each sample (request, index) from the beginning to its end.
+            the seconds of each step, and for each sample (request, index) the seconds from the start to its
+            end.
         """
         began = clock()
         ids = {self.add(request, stream=False): number for number, request in enumerate(requests)}

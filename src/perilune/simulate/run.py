@@ -1,6 +1,6 @@
-"""A simulated RL stage on a virtual clock: what every stage shares, and the synchronous one.
+"""A simulated RL stage on a virtual clock: the parts that all stages share, and the synchronous stage.
 
-A synchronous step plays a batch as `RolloutWorker.play` does, then learns.
+A synchronous step plays a batch as `RolloutWorker.play` does, and then trains on it.
 """
 
 from collections import Counter
@@ -20,15 +20,19 @@ class RunPlan:
     """The work of a stage.
 
     Attributes:
+        steps: number of training steps.
+        prompts: groups of each training step.
+        samples: episodes of each group.
         updates: optimizer steps in each training step.
         epochs: passes over the episodes of a training step.
-        checked: whether the stage solves a bandit and audits its reward before the first step.
         forward: passes without gradients over the episodes of a training step, before its updates.
+        checked: whether the stage solves a bandit and audits its reward before the first step.
         watched: whether each step computes the log-probs of the initial policy, for the gold score.
-        evaluations: steps after which held-out tasks are played; 0 is before the first.
-        evaluated: held-out tasks, and samples of each.
-        ranks: processes that share a synchronous step.
-        cores: processors that learner and workers share; None when each has its own.
+        asynchronous: settings of an asynchronous stage; None for a synchronous stage.
+        evaluations: steps after which held-out tasks are played; 0 for an evaluation before the first step.
+        evaluated: number of held-out tasks, and number of samples of each.
+        ranks: number of processes that share a synchronous step.
+        cores: number of cores that learner and workers share; None if each process has its own.
     """
 
     steps: int
@@ -51,11 +55,11 @@ class EnvironmentTimes:
     """Seconds of an environment.
 
     Attributes:
-        task: to make a task.
-        episode: processor time to play and score an episode.
-        wait: mean seconds that each answer waits, for example for a tool.
-        spread: sigma of the lognormal distribution of the wait.
-        start: processor time until one of its processes has started.
+        task: time to make a task.
+        episode: CPU time to play and score an episode.
+        wait: mean time that each answer waits, for example for a tool.
+        spread: sigma of the lognormal distribution of `wait`.
+        start: CPU time until one process of the environment has started.
     """
 
     task: float = 0.0
@@ -65,7 +69,10 @@ class EnvironmentTimes:
     start: float = 0.0
 
     def answer_wait(self, group: GroupShape, sample: int, turn: int, rng: np.random.Generator) -> float:
-        """Return the seconds that an answer waits: as recorded, at the end of the episode, or drawn."""
+        """Return the seconds that an answer waits.
+
+        Recorded waits apply to the last answer of an episode. Without them, each answer draws its wait.
+        """
         if group.waits:
             return group.waits[sample] if turn + 1 == len(group.episodes[sample]) else 0.0
         if not self.wait:
@@ -100,13 +107,15 @@ class RunResult:
     """A simulated stage.
 
     Attributes:
-        seconds: from the submission to the end; `start` of them before the first step.
+        seconds: seconds from the submission to the end of the stage.
+        start: seconds before the first step.
         steps: seconds of each part of each training step, as in timings.jsonl.
         busy: seconds in which each process computed.
-        ages: sampled tokens by their age in training steps when they were trained on.
-        tokens: sampled tokens.
-        peak_blocks: largest number of cache blocks in use at once in one engine, and the blocks it has.
-        engine_steps, preemptions: of all engines.
+        ages: number of sampled tokens by their age in training steps when they were trained on.
+        tokens: number of sampled tokens.
+        peak_blocks: largest number of cache blocks in use in one engine, and number of blocks of that engine.
+        engine_steps, preemptions: counts of all engines together.
+        spans: the work of each process over time.
     """
 
     seconds: float = 0.0
@@ -139,7 +148,7 @@ class RunResult:
 
 
 class Simulation:
-    """The work of the learner, and complete batches of episodes."""
+    """Base of simulated stages: the work of the learner, and playing complete batches of episodes."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.plan, self.times, self.lengths = scenario.plan, scenario.times, scenario.lengths
@@ -148,7 +157,7 @@ class Simulation:
         self.result = RunResult()
 
     def play(self, engine: SimulatedEngine, groups: Sequence[GroupShape]) -> tuple[float, float]:
-        """Play groups to their end; return the seconds of sampling and of scoring."""
+        """Play groups to their end; return the seconds of sampling, and those of all other work (scoring)."""
         clock, sampling = engine.clock, 0.0
         began = clock.now
         count = sum(len(group.episodes) for group in groups)
@@ -177,7 +186,7 @@ class Simulation:
         return self.times.start + (self.times.checks if self.plan.checked else 0.0)
 
     def evaluate(self, step: int, now: float) -> float:
-        """Play the held-out tasks if they are due after a step; return the seconds."""
+        """Play the held-out tasks if an evaluation is due after this step. Return the seconds."""
         if step not in self.plan.evaluations:
             return 0.0
         engine = self.make_engine()
@@ -200,13 +209,13 @@ class Simulation:
         return self.times.forward(sum(group.fed for group in groups), sum(group.pairs for group in groups))
 
     def recording_seconds(self, groups: Sequence[GroupShape]) -> float:
-        """Return the seconds of the rest of a step."""
+        """Return the seconds of the rest of a training step, as in `RunTimes.record`."""
         tokens, answers = sum(group.recorded for group in groups), sum(group.turns for group in groups)
         watching = self.forward_seconds(groups) if self.plan.watched else 0.0
         return self.times.record(tokens, answers, sum(len(group.episodes) for group in groups)) + watching
 
     def count_tokens(self, groups: Sequence[GroupShape]) -> int:
-        """Count the sampled tokens of a step."""
+        """Add the sampled tokens of a step to the result, and return their number."""
         tokens = sum(group.sampled for group in groups)
         self.result.tokens += tokens
         return tokens
@@ -216,7 +225,7 @@ class SynchronousRun(Simulation):
     """Every step samples, scores, learns and records, one after the other."""
 
     def run(self) -> RunResult:
-        """Simulate the stage."""
+        """Simulate the stage and return its result."""
         plan, result = self.plan, self.result
         engines = [self.make_engine() for _ in range(plan.ranks)]
         now = result.start = self.start_seconds()
@@ -249,7 +258,7 @@ class SynchronousRun(Simulation):
 
 
 def turn_context(group: GroupShape, sample: int, turn: int) -> list[int]:
-    """Return the tokens that a turn of an episode continues."""
+    """Return the tokens before a turn of an episode."""
     episode = group.episodes[sample]
     before = [part for shape in episode[:turn] for part in (shape.observed, shape.sampled)]
     return np.concatenate([group.prompt, *before, episode[turn].observed]).tolist()  # type: ignore[no-any-return]

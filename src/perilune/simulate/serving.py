@@ -1,8 +1,8 @@
-"""Serving of a request trace by a fleet: time to the first token, time of each further one, and goodput.
+"""Simulates a fleet that serves a trace of requests: time to first token, time per output token, and goodput.
 
 Requests go to the replicas round robin. So replicas are independent, and a large fleet is simulated one
 replica after another. With disaggregated prefill, prefill replicas compute prompts and first tokens, and send
-the keys and values to decode replicas.
+keys and values to decode replicas.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from perilune.simulate.offload import OffloadTimes, SimulatedOffloadStore
 from perilune.simulate.step_cost import StepTimes, StepWork
 
 Tokens = NDArray[np.int32]
-Report = Callable[[int, int], None]  # of progress: replicas done, and all of them
+Report = Callable[[int, int], None]  # reports progress: number of simulated replicas, and of all replicas
 TOKENS_PER_HASH = 512  # tokens of a prompt for each of the trace's `hash_ids`
 MAX_REQUESTS = 10_000_000  # of drawn arrivals
 MAX_SECONDS = 1e10  # timestamps up to the year 2286, with a precision of microseconds
@@ -48,9 +48,9 @@ class Arrival:
     Attributes:
         number: its position in the trace.
         time: seconds since the first request of the trace.
-        prompt: tokens of its prompt, as many as `hashes` stand for, and unique ones after them.
-        output: tokens of its answer.
-        hashes: of blocks of `TOKENS_PER_HASH` tokens, for prompts that begin alike.
+        prompt: number of tokens of the prompt. Tokens after those that `hashes` stand for are unique.
+        output: number of tokens of the answer.
+        hashes: one hash for each block of `TOKENS_PER_HASH` tokens, equal in prompts with equal beginnings.
     """
 
     number: int
@@ -60,7 +60,7 @@ class Arrival:
     hashes: tuple[int, ...] = ()
 
     def tokens(self) -> list[int]:
-        """Return the prompt."""
+        """Return the tokens of the prompt."""
         shared = [_hash_tokens(digest) for digest in self.hashes[: self.prompt // TOKENS_PER_HASH]]
         rest = self.prompt - TOKENS_PER_HASH * len(shared)
         own = np.random.default_rng((1, self.number)).integers(VOCABULARY_SIZE, size=rest, dtype=np.int32)
@@ -77,7 +77,7 @@ def read_requests(path: Path) -> list[Arrival]:
     `output_length` and perhaps `hash_ids`.
 
     Raises:
-        RequestError: when a line is not such a request.
+        RequestError: when a line does not have this format, or the file has no requests.
     """
     arrivals = []
     for number, line in enumerate(read_regular(path).splitlines(), 1):
@@ -138,7 +138,11 @@ def poisson_requests(rate: float, seconds: float, prompt: float, output: float, 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A request that was served: seconds since the beginning of the trace."""
+    """A request that was served.
+
+    Attributes:
+        first, end: times of the first token and of the end, in seconds since the start of the trace.
+    """
 
     arrival: Arrival
     first: float
@@ -151,7 +155,7 @@ class Served:
 
     @property
     def tpot(self) -> float:
-        """Mean seconds of each further token; 0 without one."""
+        """Mean seconds per output token after the first; 0 for answers of one token."""
         return (self.end - self.first) / max(1, self.arrival.output - 1)
 
 
@@ -160,10 +164,11 @@ class Fleet:
     """The results of simulated replicas.
 
     Attributes:
-        busy: seconds of all replicas in which they computed.
+        served: the served requests.
+        busy: seconds in which replicas computed, summed over replicas.
         counts: engine `steps`, `preemptions`, prompt tokens (`computed`, or `cached` in the prefix cache) and
             offloaded blocks (`loaded_from_memory`, `loaded_from_disk`, or `refused`, as computing is faster).
-        scaled: the decisions of the autoscaler.
+        scaled: the decisions of the autoscaler; None without one.
     """
 
     served: list[Served] = field(default_factory=list)
@@ -185,7 +190,7 @@ class Fleet:
         )
 
     def add(self, other: Fleet) -> None:
-        """Add other replicas."""
+        """Add the results of other replicas."""
         self.served += other.served
         self.busy += other.busy
         self.counts.update(other.counts)
@@ -193,12 +198,12 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class _RoutedRequest:
-    """A request as a replica gets it.
+    """A request as a replica receives it.
 
     Attributes:
-        time: time at which the replica gets it.
-        first: time at which its first token was sampled elsewhere; None if it was not.
-        output: tokens that the replica samples.
+        time: time at which the replica receives it.
+        output: number of tokens that the replica samples.
+        first: time at which another replica sampled the first token; None if this replica samples it.
     """
 
     time: float
@@ -212,8 +217,8 @@ class Replica:
     """A copy of the model on `machines.cards_per_model` cards, and its engine.
 
     Attributes:
-        slots: most requests in flight.
-        offload: where the prefix cache puts evicted blocks; None drops them.
+        slots: maximum number of requests in flight.
+        offload: store for blocks that the prefix cache evicts; None to drop them.
     """
 
     machines: Machines
@@ -223,11 +228,11 @@ class Replica:
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that fit into the cache."""
+        """Number of tokens that fit into the cache."""
         return min(cache_tokens(self.machines, self.model), self.slots * self.model.max_positions)
 
     def serve(self, share: Sequence[_RoutedRequest]) -> Fleet:
-        """Serve requests, in the order of their times. They enter between two steps."""
+        """Serve requests, which are ordered by time. A request enters the engine between two steps."""
         received = share[0].first is not None
         engine = self._make_engine(receives=received)
         fleet, in_flight, clock, next_index = Fleet(), dict[int, _RoutedRequest](), engine.clock, 0
@@ -250,7 +255,12 @@ class Replica:
         return fleet
 
     def _make_engine(self, *, receives: bool) -> SimulatedEngine:
-        """Make the engine of a replica; one that receives keys and values of whole prompts has no prefill."""
+        """Make the engine of the replica.
+
+        Args:
+            receives: whether it receives keys and values of prompts from prefill replicas, so that prefill
+                takes no time.
+        """
         steps: StepTimes = ComputedSteps(self.machines, self.model)
         engine = SimulatedEngine(
             SimulatedModel.from_card(self.model),
@@ -277,8 +287,8 @@ def serve(
     """Serve a trace.
 
     Args:
-        replica: each replica of the fleet, of which there are `replica.machines.replicas`.
-        prefill: replicas that only compute prompts; 0 has every replica do both.
+        replica: the replica of which the fleet has `replica.machines.replicas`.
+        prefill: number of replicas that only compute prompts; with 0, every replica prefills and decodes.
         autoscaling: starts and releases replicas; by default all serve all the time.
         jobs: processes that simulate replicas. They do not change the result.
         report: called with the number of simulated replicas and of all replicas.
@@ -289,7 +299,7 @@ def serve(
     count = replica.machines.replicas
     if not 0 <= prefill < count:
         raise RequestError(
-            f"{prefill} of {count} replicas for prefill leave none to decode",
+            f"{prefill} of {count} replicas for prefill leave no replica to decode",
             where="--prefill",
             remedy=f"give 0 to {count - 1}",
         )
@@ -297,7 +307,7 @@ def serve(
         raise RequestError(
             "an autoscaler cannot divide replicas between prefill and decoding yet",
             where="--autoscale",
-            remedy="remove it, or --prefill",
+            remedy="remove --autoscale or --prefill",
         )
     if autoscaling is not None and autoscaling.min_replicas > count:
         raise RequestError(
@@ -365,7 +375,7 @@ def _simulate_replicas(
 
 
 class _ReceivingSteps:
-    """Times of a replica that receives the keys and values of prompts from another replica."""
+    """Times of the steps of a replica that receives keys and values of prompts from another replica."""
 
     def __init__(self, steps: StepTimes) -> None:
         self._steps = steps
@@ -402,7 +412,8 @@ def summarize_fleet(fleet: Fleet, machines: Machines, *, ttft: float, tpot: floa
     """Compute the figures of a served trace.
 
     Args:
-        ttft, tpot: limits in seconds within which a request counts for the goodput.
+        ttft, tpot: limits in seconds on the time to first token and the time per output token. Requests
+            within both limits count for the goodput.
     """
     served, counts = fleet.served, fleet.counts
     begin, end = min(request.arrival.time for request in served), max(request.end for request in served)

@@ -1,15 +1,15 @@
-"""The time of an engine step, from what it computes.
+"""The time of an engine step as a function of its work.
 
-    t = a + b prefill + c(rows) + d keys + e copied
+    t = a + b prefill + c(rows) + d keys + e copied + f begun + g ended
 
-* prefill: tokens of prompts and of preempted samples, with a constant for a step that has any, a time for
-  each chunk, and a time for the keys that their queries read;
+* prefill: tokens of prompts and of preempted samples. Steps with prefill also have a constant time, a time
+  for each chunk, and a time for each key that the queries of prefill read;
 * rows: decoding samples. c is piecewise linear with knots up to 16 rows, because a product of 2 rows takes
-  almost as long as one of 16;
-* keys: keys that decoding samples read, mean over the layers, because layers with a window read fewer. Those
-  that the sample before has just read, as in a group with one prompt, have a time of their own;
-* copied: blocks copied when samples of a group separate;
-* begin, end: a time for each sample that the engine prepares or collects.
+  almost as long as a product of 16 rows;
+* keys: keys that decoding samples read, averaged over the layers, because layers with a window read fewer.
+  Keys that the preceding sample has just read, as in a group with one prompt, have a separate coefficient;
+* copied: blocks that are copied when the samples of a group separate;
+* begun, ended: samples that draw their first or last token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from perilune.engine.blocks import BLOCK
 from perilune.engine.step import StepBatch
 
-KNOTS = (0, 1, 2, 4, 8, 16)  # rows between which the time is linear; above the last, one more slope
+KNOTS = (0, 1, 2, 4, 8, 16)  # numbers of rows between which c is linear; above the last, c has one slope
 FEATURE_NAMES = (
     "step",
     *(f"rows to {end}" for end in KNOTS[1:]),
@@ -40,7 +40,7 @@ FEATURE_NAMES = (
     "end",
 )
 
-MAX_SWEEPS, TOLERANCE = 20_000, 1e-10  # of the fit
+MAX_SWEEPS, TOLERANCE = 20_000, 1e-10  # when the fit stops
 
 Matrix = NDArray[np.float64]
 
@@ -53,15 +53,15 @@ class StepWork:
     """The work of one engine step.
 
     Attributes:
-        rows: decoding samples.
-        keys: keys that they read.
-        shared: those of them that the decoding sample before reads too.
-        chunks: samples in prefill.
-        prefill: tokens of prefill.
-        prefill_keys: keys that those read.
-        begun: samples that draw their first token, or the first one after a preemption.
-        copied: blocks.
-        ended: samples that draw their last token.
+        rows: number of decoding samples.
+        keys: number of keys that they read, averaged over the layers.
+        shared: number of these keys that the preceding decoding sample reads too.
+        chunks: number of samples in prefill.
+        prefill: number of tokens of prefill.
+        prefill_keys: number of keys that the queries of prefill read, averaged over the layers.
+        begun: number of samples that draw their first token, or their first token after a preemption.
+        copied: number of copied blocks.
+        ended: number of samples that draw their last token.
     """
 
     rows: int
@@ -76,7 +76,7 @@ class StepWork:
 
     @classmethod
     def from_batch(cls, batch: StepBatch, windows: Windows) -> StepWork:
-        """Return the work of a batch, without what follows it: copies, and samples that begin or end."""
+        """Return the work of a batch, without the work after it: copies, and samples that begin or end."""
         lengths = batch.positions + 1
         read = lengths if windows.keys() == {None} else _mean_keys_read(lengths, windows)
         rows = batch.decodes
@@ -94,7 +94,7 @@ class StepWork:
 
 
 def _mean_keys_read(seen: NDArray[np.int64], windows: Windows) -> NDArray[Any]:
-    """Return the keys that each query reads, mean over the layers."""
+    """Return the number of keys that each query reads, averaged over the layers."""
     read = np.zeros(len(seen))
     for size, share in windows.items():
         read += share * (seen if size is None else np.minimum(seen, size))
@@ -102,7 +102,7 @@ def _mean_keys_read(seen: NDArray[np.int64], windows: Windows) -> NDArray[Any]:
 
 
 def _count_shared_keys(batch: StepBatch, read: NDArray[Any], windows: Windows) -> float:
-    """Return the keys in leading blocks that a decoding sample and the one before have in common."""
+    """Return the number of keys in leading blocks that decoding samples share with the preceding sample."""
     widest = 0 if None in windows else -1
     tables = batch.block_tables[widest, : batch.decodes]
     if batch.decodes < 2 or not (tables[1:, 0] == tables[:-1, 0]).any():
@@ -116,15 +116,15 @@ class StepTimes(Protocol):
     """Predicts the time of a step."""
 
     def step_seconds(self, work: StepWork) -> float:
-        """Return the seconds of the model and the scheduler."""
+        """Return the seconds of the model and the scheduler for this work."""
 
     def bookkeeping_seconds(self, *, begun: int = 0, copied: int = 0, ended: int = 0) -> float:
-        """Return the seconds of what follows the model's computation in the same step."""
+        """Return the seconds of the work after the model's computation in the same step."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of each feature of a step, by its name in `FEATURE_NAMES`."""
+    """Seconds per unit of each feature of a step, by its name in `FEATURE_NAMES`."""
 
     seconds: Mapping[str, float]
 
@@ -137,16 +137,22 @@ class StepCost:
 
 
 def fit_step_cost(works: Sequence[StepWork], seconds: Sequence[float]) -> StepCost:
-    """Fit a non-negative cost by least relative squares, so that short and long steps weigh the same."""
+    """Fit non-negative costs to the measured `seconds` of each step.
+
+    The fit minimizes the squares of relative errors, so that short and long steps have the same weight.
+    """
     features = np.array([work.features() for work in works])
     return StepCost(dict(zip(FEATURE_NAMES, fit_relative(features, np.array(seconds)).tolist(), strict=True)))
 
 
 def fit_relative(features: Matrix, measured: Matrix) -> Matrix:
-    """Return non-negative coefficients float64[F] of float64[N, F] with the least relative squares.
+    """Return the non-negative coefficients float64[F] that minimize the squares of the relative errors.
 
-    Coordinate descent on the normal equations (Franc et al. 2005), which needs no library for a dozen
-    unknowns.
+    The method is coordinate descent on the normal equations (Franc et al. 2005), which needs no library.
+
+    Args:
+        features: float64[N, F].
+        measured: float64[N].
     """
     matrix = features / measured[:, None]
     scale = np.maximum(matrix.max(axis=0), 1e-300)

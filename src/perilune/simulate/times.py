@@ -1,4 +1,4 @@
-"""The times of a run that are not steps of the engine, and the coefficients of a model on a machine."""
+"""The times of a run besides the steps of the engine, and the stored coefficients of a model on a machine."""
 
 import hashlib
 import json
@@ -15,8 +15,8 @@ from perilune.files import read_json_or_empty, write_json
 from perilune.simulate.step_cost import FEATURE_NAMES, StepCost, StepTimes
 
 COEFFICIENTS_FILE = "simulation.json"  # in the home
-PASSES_PER_UPDATE = 3  # an update takes as long as three forward passes: its backward pass takes two
-# packages whose code the coefficients depend on
+PASSES_PER_UPDATE = 3  # an update takes as long as three forward passes, of which the backward pass takes two
+# Packages whose code the coefficients depend on.
 MEASURED_PACKAGES = ("engine", "learn", "models", "rollout", "simulate")
 
 
@@ -28,29 +28,29 @@ class RunTimes(Protocol):
         """The time of an engine step."""
 
     def learn(self, tokens: int, episodes: int, pairs: int) -> float:
-        """Return the time of an update. `pairs` as in `GroupShape.pairs`."""
+        """Return the time of an update. `pairs` is as in `GroupShape.pairs`."""
 
     def forward(self, tokens: int, pairs: int) -> float:
         """Return the time of a pass without gradients."""
 
     def record(self, tokens: int, answers: int, episodes: int) -> float:
-        """Return the time of the rest of a training step: publishing the weights, metrics and files."""
+        """Return the time of the rest of a training step: publishing weights, metrics and writing files."""
 
     @property
     def batch(self) -> float:
-        """Time of the rollout worker and its scorer for a batch of episodes, whatever their number."""
+        """Constant time of the rollout worker and its scorer for a batch of episodes."""
 
     @property
     def answer(self) -> float:
-        """Time of the rollout worker for an answer, without that of the environment."""
+        """Time of the rollout worker for an answer, without the time of the environment."""
 
     @property
     def episode(self) -> float:
-        """Time of the rollout worker and its scorer for an episode, without answers and environment."""
+        """Time of the rollout worker and its scorer for an episode, without answers and the environment."""
 
     @property
     def publish(self) -> float:
-        """Time until a rollout process has new weights."""
+        """Time from publishing new weights until a rollout process has them."""
 
     @property
     def start(self) -> float:
@@ -58,7 +58,7 @@ class RunTimes(Protocol):
 
     @property
     def checks(self) -> float:
-        """Time of the checks before a long run: a bandit, and an audit of the reward."""
+        """Time of the checks before a long run: solving a bandit, and auditing the reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,14 @@ class MeasuredTimes:
     """Coefficients that `perilune calibrate` measured.
 
     Attributes:
-        update: constant, and seconds of each token, episode and pair of a token and a key that it attends to.
-        recording: constant, and seconds of each token of an episode with its prompt, answer and episode.
-        scoring: constant, and seconds of each answer and episode.
-        trial: seconds of each answer and episode in the environments of the calibration, part of scoring.
+        step: time of an engine step.
+        update: seconds of an update: constant, per token, per episode, and per (query, key) pair.
+        recording: seconds of the rest of a step: constant, per token of episodes with their prompts, per
+            answer, and per episode.
+        scoring: seconds of playing a batch without sampling: constant, per answer, and per episode.
+        publish, start, checks: as in `RunTimes`.
+        trial: seconds per answer and per episode in the environments of the calibration, which are part of
+            `scoring`.
     """
 
     step: StepCost
@@ -112,7 +116,7 @@ class Calibrated:
 
     Attributes:
         model: digest of the recipe's model section.
-        machine: the processor and the device, in words.
+        machine: a description of the processor and the device.
         engine: digest of the code of engine and learner, and of the version of torch.
         measured: when, in seconds since 1970.
         error: mean relative error of the step times on the steps that they were fitted to.
@@ -144,7 +148,7 @@ def engine_digest() -> str:
 
 
 def save_coefficients(home: Path, found: Calibrated) -> None:
-    """Keep coefficients in the home, in place of earlier ones of the same machine and model."""
+    """Store coefficients in the home. They replace earlier coefficients of the same machine and model."""
     document = read_json_or_empty(home / COEFFICIENTS_FILE)
     document.setdefault(found.machine, {})[found.model] = asdict(found)
     write_json(home / COEFFICIENTS_FILE, document)
@@ -154,7 +158,7 @@ def load_coefficients(home: Path, machine: str, model: str) -> Calibrated:
     """Return the coefficients of a model on a machine.
 
     Raises:
-        RequestError: when there are none, or another version of the engine was measured.
+        RequestError: when the home has no coefficients, or they measure another version of the engine.
     """
     try:
         calibrated = _parse_calibrated(read_json_or_empty(home / COEFFICIENTS_FILE)[machine][model])
