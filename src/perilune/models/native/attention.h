@@ -1,8 +1,8 @@
 /* Attention of the query heads of one token over blocks of 16 keys and values.
  *
  * A block of keys is [D][16], so a key is a column. A block of values is [16][D]. The result of a query depends only on
- * the keys and values that it attends to, in the order of their positions. So it has the same bits in sampling, in
- * chunked prefill and in learning.
+ * the keys and values that it attends to, in the order of their positions. So the result has the same bits in decoding,
+ * in chunked prefill and in learning.
  */
 #pragma once
 #include "vector.h"
@@ -20,17 +20,17 @@ struct blocks {
     const void *const *values;
     const float *const *key_scales;
     const float *const *value_scales;
-    const void *const *ahead; /* blocks of keys to prefetch while the values are read */
-    int64_t ahead_end;        /* end of the blocks in `ahead` */
+    const void *const *ahead; /* blocks of keys of the next pair, to prefetch while the values are read */
+    int64_t ahead_end;        /* number of blocks in `ahead`; 0 to prefetch none */
 };
 
-/* The number of vectors of keys or values that are read together. It is large enough to hide the latency of the
- * multiply-adds, and small enough for all sums to stay in registers. */
+/* The number of vectors of keys or values that are read together: enough to hide the latency of the multiply-adds, and
+ * few enough for all sums to stay in registers. */
 INLINE int vectors_at_once(const int heads)
 {
     return LANES == 16 ? 4 : heads == 1 ? 8 : heads == 2 ? 4 : 2;
 }
-/* The same number in whole blocks, as the scores need it. */
+/* The number of blocks of keys that are read together. */
 INLINE int blocks_at_once(const int heads) { return vectors_at_once(heads) > PARTS ? vectors_at_once(heads) / PARTS : 1; }
 #define MOST_VECTORS 8
 
@@ -41,6 +41,7 @@ INLINE vec load_element(const void *p, int64_t index, const int kind)
     return load((const float *)p + index);
 }
 
+/* scores = scale q k^T for `count` blocks from `block` on. */
 INLINE void block_scores(
     const float *q, int64_t q_stride, const struct blocks *kv, int64_t block, int64_t size, float scale,
     float *scores, int64_t scores_stride, const int heads, const int count, const int kind)
@@ -81,6 +82,7 @@ INLINE void scores_of(
         block_scores(q, q_stride, kv, block, size, scale, scores, scores_stride, heads, 1, kind);
 }
 
+/* out = factor * weights v over blocks [first, end), for `vectors` vectors of columns from `column` on. */
 INLINE void weighted_columns(
     const struct blocks *kv, int64_t first, int64_t end, int64_t size, int64_t column, const float *weights,
     int64_t stride, const float *factor, float *out, int64_t out_stride, const int heads, const int vectors,

@@ -86,11 +86,12 @@ def attend_paged(
 ) -> Tensor:
     """Store keys and values float32[N, KV, D], then attend from queries float32[N, H, D] to float32[N, H, D].
 
-    Rows after those of the step are ignored and zero in the result.
+    Rows after those of the step are padding: they are ignored, and are zero in the result.
 
     Args:
-        window: tokens that a query sees, including its own; 0 means all.
-        sinks: float32[H], a score of each head without position and value.
+        where: the cache of the layer, and the tokens of the step.
+        window: number of tokens that a query sees, including its own; 0 for all.
+        sinks: float32[H], the score of each head's attention sink.
     """
     q, k, v = (_rows(x) for x in (q, k, v))
     cache, step = where
@@ -116,13 +117,12 @@ _OF_PACKED = (POINTER(_Packed), c_int64)
 class Spans:
     """The positions of packed sequences in the flat tokens.
 
-    Sequences that share a prefix are sorted together, so that one thread sums their gradients in a fixed
-    order.
+    Sequences that share a prefix become neighbors, so that one thread sums their gradients in a fixed order.
 
     Args:
-        starts, lengths: int64[S], of each sequence.
-        prefix_of: int64[S], the sequence whose tokens precede this one's, or -1.
-        prefixes: int64[S], the number of its tokens that precede; by default all.
+        starts, lengths: int64[S], first token and number of tokens of each sequence.
+        prefix_of: int64[S], index of the sequence that is the prefix of this one, or -1.
+        prefixes: int64[S], length of the prefix in tokens; by default the whole sequence.
     """
 
     def __init__(
@@ -159,8 +159,8 @@ def attend_packed(
     Args:
         q: float32[N, H, D].
         k, v: float32[N, KV, D].
-        window: tokens that a query sees, including its own; 0 means all.
-        sinks: float32[H], a score of each head without position and value; the denominators include it.
+        window: number of tokens that a query sees, including its own; 0 for all.
+        sinks: float32[H], the score of each head's attention sink, which the denominators include.
     """
     q, k, v = (_rows(x) for x in (q, k, v))
     out, total = torch.zeros(q.shape), torch.zeros(q.shape[:2])
@@ -177,7 +177,12 @@ def attend_packed_backward(
     scale: float,
     window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v from that of the output; `forward` is q, k, v and both outputs."""
+    """Return the gradients of q, k and v.
+
+    Args:
+        grad: gradient of the attention output.
+        forward: q, k, v and the two results of `attend_packed`.
+    """
     q, k, v = (_rows(x) for x in forward[:3])
     grad = grad.contiguous()
     grad_q, grad_k, grad_v = (torch.zeros(x.shape) for x in (q, k, v))

@@ -18,15 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _KERNELS = Path(__file__).parent / "kernels.c"
-# No flag may let the compiler reorder sums: the bits of an element must not depend on its position. For some
-# processors, GCC does not fuse the last products of short chains; then bits would depend on a loop's length.
+# No flag may let the compiler reorder sums: the bits of an element must not depend on its position.
+# `avoid-fma-max-bits=0`: for some processors, GCC otherwise leaves the last products of short chains unfused,
+# so that bits depend on the length of a loop.
 _FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared")
 _THIS_PROCESSOR = (
     ("-march=native", "-mprefer-vector-width=512", "--param=avoid-fma-max-bits=0")
     if platform.machine() == "x86_64"
     else ("-mcpu=native",)
 )
-_COMPILE_TIMEOUT_S = 300  # it takes 20 on an idle machine
+_COMPILE_TIMEOUT_S = 300  # compilation takes 20 s on an idle machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def missing_kernels_message(reason: str) -> str:
 
 @functools.cache
 def load_library(unit: Path) -> Native:
-    """Compile one C file, with the files of its folder that it includes, and load the library."""
+    """Compile the C file `unit` if the cache has no library of it, and load the library."""
     if os.environ.get("PERILUNE_NATIVE") == "0":
         return Native(None, "switched off by PERILUNE_NATIVE=0")
     compiler = _compiler()

@@ -1,5 +1,5 @@
-/* One step of a decoder over a paged KV cache. The input is a flat list of tokens. The output is the logits of the rows
- * in `logit_rows`. */
+/* One step of a decoder over a paged KV cache. The input is a flat list of tokens, one per row. The output is the
+ * logits of the rows in `logit_rows`. */
 #pragma once
 #include "experts.h"
 #include "paged.h"
@@ -39,10 +39,10 @@ struct job {
     const struct model *model;
     const struct cache *caches; /* [layers] */
     const struct step *step;
-    float *x, *h, *wide; /* residual stream; input or output of attention or MLP; inner activations */
+    float *x, *h, *wide; /* residual stream; input or output of attention or MLP; q, k and v, or inner activations */
     int64_t stride, wide_stride;
     struct mixture mixture;
-    int by_rows;
+    int by_rows; /* whether threads split the rows of products; otherwise they split the columns */
     atomic_int failed;
 };
 
@@ -50,12 +50,12 @@ struct job {
 struct part {
     struct job *job;
     struct team *team;
-    int64_t rank, from, to; /* rows */
-    uint16_t *rounded;
+    int64_t rank, from, to; /* number of the thread; its rows are [from, to) */
+    uint16_t *rounded;      /* buffer for rows in bfloat16 */
     struct attention_buffers buffers;
 };
 
-/* out = x w^T. If the step has many rows, this thread computes its rows. Otherwise it computes its columns of all rows,
+/* out = x w^T. If the threads split rows, this thread computes its rows. Otherwise it computes its columns of all rows,
  * between two barriers. */
 static void multiply(struct part *part, const float *x, int64_t x_stride, const struct weight *w, float *out, int64_t out_stride)
 {
@@ -143,7 +143,7 @@ static void attend(const struct part *part, int64_t index)
               part->to);
     barrier(part->team); /* rows attend to keys that other threads store */
     attend_pairs(&a, &part->buffers, part->rank, part->team->size);
-    barrier(part->team); /* a thread's pairs belong to other rows than its own */
+    barrier(part->team); /* other threads may have computed rows of this thread */
 }
 
 /* Compute the feed-forward network of a dense layer, from h to h. */

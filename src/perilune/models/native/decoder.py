@@ -1,4 +1,4 @@
-"""A whole decoding step in one call of the C kernels."""
+"""A whole step of the decoder in one call of the C kernels."""
 
 from ctypes import POINTER, Array, Structure, addressof, byref, c_float, c_int64, c_void_p
 
@@ -54,7 +54,8 @@ class _Model(Structure):
 def supports(config: DecoderConfig, kind: WeightKind = "float32") -> bool:
     """Return whether `NativeDecoder` can compute this model.
 
-    Sizes must be multiples of the vector size. Latent and linear attention are not implemented.
+    Sizes must be multiples of the kernels' vectors and panels. The kernels do not implement latent and linear
+    attention, for example.
     """
     inner = [config.intermediate_size] + ([config.experts.intermediate_size] if config.experts else [])
     even = kind != "bfloat16" or all(size % 2 == 0 for size in inner)
@@ -78,7 +79,7 @@ def _is_plain(config: DecoderConfig) -> bool:
 
 
 class NativeDecoder:
-    """A copy of a decoder's current weights, and the decoding step over a paged cache.
+    """A copy of a decoder's current weights, which computes steps over a paged cache.
 
     In float32 the results equal those of the decoder bit for bit, in every batch.
 
@@ -96,7 +97,7 @@ class NativeDecoder:
         self.load(decoder)
 
     def load(self, decoder: Decoder) -> None:
-        """Copy the current weights of `decoder`; matrices overwrite the memory of the old ones."""
+        """Copy the current weights of `decoder`. New matrices overwrite the memory of the old matrices."""
         self._decoder = decoder  # for the rotary tables
         self._buffers = iter(self._matrices)
         self._matrices, self._vectors = [], []
@@ -110,7 +111,7 @@ class NativeDecoder:
         self._reserve(1)
 
     def step(self, caches: Array[Cache], step: Step, last: int) -> None:
-        """Compute `step`, whose largest position is `last`; writes its logits and the caches."""
+        """Compute `step`, whose largest position is `last`. Writes the logits of the step and the caches."""
         self._reserve(last + 1)
         ops.check(
             ops.kernel("step", POINTER(_Model), POINTER(Cache), POINTER(Step), c_int64)(

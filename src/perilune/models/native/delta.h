@@ -1,15 +1,15 @@
 /* The gated delta rule and the short convolution before it, forward and backward (see models/recurrence.py).
  *
- * The columns of a head's state are independent of each other. Threads therefore divide heads and columns among them,
- * and each thread processes all tokens of its columns in order. So a token has the same bits in decoding, in prefill
- * and in learning. */
+ * The columns of a head's state are independent of each other. Threads therefore split heads and columns, and each
+ * thread processes all tokens of its columns in order. So a token has the same bits in decoding, in prefill and in
+ * learning. */
 #pragma once
 #include <stdlib.h>
 #include "threads.h"
 #include "vector.h"
 
-/* The `length` tokens from `start` on. They begin with the state in row `from` (zeros if `from` is negative), and the
- * state after them goes to row `to`. */
+/* The `length` tokens from `start` on. The state before them is in row `from` of the states (zeros if `from` is
+ * negative), and the state after them goes to row `to`. */
 struct piece {
     int64_t start, length, from, to;
 };
@@ -26,9 +26,9 @@ struct delta {
     atomic_int failed;
 };
 
-#define FORWARD_VECTORS 4  /* vectors of columns computed together; with 128 rows their states fit the L1 cache */
-#define HEADS_TO_SHARE 16  /* tokens times heads; below it a second thread costs more time than it saves */
-#define BACKWARD_VECTORS (2 * PARTS) /* vectors of columns; 64 of their states with 128 rows fit the L2 cache */
+#define FORWARD_VECTORS 4  /* vectors of columns computed together; a state of 128 rows of them fits the L1 cache */
+#define HEADS_TO_SHARE 16  /* with fewer tokens times heads, a second thread costs more time than it saves */
+#define BACKWARD_VECTORS (2 * PARTS) /* as FORWARD_VECTORS; 64 states of 128 rows of them fit the L2 cache */
 #define MOST_COLUMN_VECTORS 8
 
 INLINE int64_t padded_rows(int64_t rows) { return (rows + WIDE - 1) / WIDE * WIDE; }
@@ -128,7 +128,7 @@ static void scan_part(void *argument, int64_t rank, struct team *team)
     free(state);
 }
 
-/* out[i] = sum of the lanes of all[i], for sixteen values of i. */
+/* out[i] = the sum of the lanes of all[i], for i from 0 to 15. */
 #if LANES == 16
 #define FOLD(a, b, LOW, HIGH) (SHUFFLE_BOTH(a, b, LOW) + SHUFFLE_BOTH(a, b, HIGH))
 #define LOW_8 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
@@ -165,7 +165,7 @@ INLINE void add_sums(float *to, const float *sums, int64_t count)
     for (int64_t i = 0; i < WIDE && i < count; i++) to[i] += sums[i];
 }
 
-/* Buffers of one thread for the states of a piece. */
+/* Buffers of one thread for a piece: its states, the errors and the gradient of a state; q and k of a token, padded. */
 struct history {
     float *states, *errors, *grad, *q, *k;
 };
@@ -353,7 +353,7 @@ INLINE void convolve_token_backward(const struct convolution *c, int64_t n, int6
     }
 }
 
-/* Threads divide the channels among them. So the sums for rows that several tokens use have a fixed order. */
+/* Threads split the channels. So the sums for rows that several tokens use have a fixed order. */
 static void convolve_backward_part(void *argument, int64_t rank, struct team *team)
 {
     struct convolution *c = argument;

@@ -35,10 +35,10 @@ class _Convolution(Structure):
 
 
 def scan(rule: Rule, states: Tensor, pieces: Tensor) -> Tensor:
-    """Return the outputs float32[N, H, Dv] of the gated delta rule; 0 for tokens of no piece.
+    """Return the outputs float32[N, H, Dv] of the gated delta rule, zero for tokens outside all pieces.
 
     Args:
-        states: float32[rows, H, Dk, Dv], which pieces start from and write.
+        states: float32[rows, H, Dk, Dv], which pieces read at their start and write at their end.
         pieces: int64[P, 4], see `recurrence.Pieces`.
     """
     rule = _contiguous_heads(rule)
@@ -49,7 +49,7 @@ def scan(rule: Rule, states: Tensor, pieces: Tensor) -> Tensor:
 
 
 def scan_backward(grad: Tensor, rule: Rule, states: Tensor, pieces: Tensor) -> Rule:
-    """Return the gradients of the rule's inputs from that of the output; `states` are results of `scan`."""
+    """Return the gradients of the rule's inputs from that of the output; `states` were written by `scan`."""
     rule, grad = _contiguous_heads(rule), grad.contiguous()
     grad_q, grad_k, grad_v, grad_decay, grad_strength = (torch.zeros(x.shape) for x in rule)
     grad_states = torch.zeros(states.shape)
@@ -87,7 +87,7 @@ def convolve(x: Tensor, before: Tensor, taps: Tensor, weight: Tensor) -> Tensor:
     Args:
         x: float32[N, C]; rows may be strided.
         before: float32[rows, C].
-        taps: int64[N, K], the rows that each token sees, of `x` and then of `before`.
+        taps: int64[N, K], the rows that each token reads, its own last; from N on, the rows of `before`.
         weight: float32[C, K].
     """
     x, before, weight = _rows(x), before.contiguous(), weight.t().contiguous()

@@ -2,7 +2,7 @@
  *
  * A step groups its rows by expert, so it reads the weights of each expert once. A pair is a token and one of its
  * experts. For each token, the sum over its experts runs from the most probable expert to the least probable. So the
- * bits of a token do not depend on its neighbors.
+ * bits of a token do not depend on the other tokens.
  */
 #pragma once
 #include <stdlib.h>
@@ -21,14 +21,14 @@ struct mixture {
     int64_t *chosen; /* [rows][per_token] experts */
     int64_t *place;  /* [rows][per_token] row of each pair in x and wide */
     int64_t *end;    /* [experts] end of each expert's rows */
-    float *x, *wide; /* input of the experts, which their output replaces; inner activations */
+    float *x, *wide; /* input of the experts, overwritten by their output; inner activations */
     int64_t stride, wide_stride;
 };
 
 /* Overwrite the logits with their softmax, and choose the `per_token` most probable experts. `chosen` receives their
  * indices in descending order of probability; ties are in ascending order of index. `weights` receives their
- * probabilities, which are divided by their sum if `normalized`. If `given` is not null and does not begin with -1,
- * its experts replace the choice.
+ * probabilities, divided by their sum if `normalized`. If `given` is not null and does not begin with -1, it contains
+ * the experts to use instead of those with the largest probabilities.
  *
  * The function is not inlined, so that the learner and the sampler run the same instructions and round in the same
  * way. */
@@ -102,7 +102,8 @@ static void run_experts(
     for (int64_t e = 0; e < m->experts; e++) {
         int64_t start = e ? m->end[e - 1] : 0, count = m->end[e] - start;
         float *x = m->x + start * m->stride, *wide = m->wide + start * m->wide_stride;
-        split_range(half, 1, (rank + e) % team->size, team->size, &first, &last); /* balance the larger shares */
+        /* + e: the larger shares go to a different thread for each expert */
+        split_range(half, 1, (rank + e) % team->size, team->size, &first, &last);
         product(x, m->stride, &experts[e].gate_up, first, last, wide, m->wide_stride, count, rounded);
         product(x, m->stride, &experts[e].gate_up, half + first, half + last, wide, m->wide_stride, count, rounded);
         for (int64_t row = 0; row < count; row++) {

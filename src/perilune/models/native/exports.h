@@ -4,7 +4,7 @@
 
 /* Below these sizes a second thread costs more time than it saves. */
 #define ROWS_TO_SHARE 64
-#define DRAWS_TO_SHARE (1 << 16) /* logits */
+#define DRAWS_TO_SHARE (1 << 16) /* in logits */
 #define ELEMENTS_TO_SHARE (1 << 17)
 
 struct packing {
@@ -53,7 +53,7 @@ static void pack_pairs(const struct packing *p, int64_t panel)
         }
 }
 
-/* Pack the same panel from a weight[I][O]. */
+/* Pack one panel of a weight[I][O] in the layout of `pack_pairs`. */
 static void pack_pairs_across(const struct packing *p, int64_t panel)
 {
     int64_t first = panel * PANEL, count = p->outputs - first < PANEL ? p->outputs - first : PANEL;
@@ -152,7 +152,7 @@ void perilune_linear_across(
     run_threads(linear_across_part, &l, rows < ROWS_TO_SHARE ? 1 : threads);
 }
 
-/* The arguments of an operation on rows; each operation uses some of them. */
+/* The arguments of an operation on rows. Each operation uses some of them, for purposes of its own. */
 struct rows {
     const float *a, *b, *c, *d;
     float *out, *second, *third;

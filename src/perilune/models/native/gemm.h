@@ -2,8 +2,8 @@
  * the order of k.
  *
  * The weight is stored in panels of 32 outputs, [panel][k][32]. A tile is the product of some rows and one panel or a
- * part of it. It stays in registers for the whole sum. So the bits of a row do not depend on the other rows, on their
- * number, on the thread, or on the number of registers.
+ * part of a panel. It stays in registers for the whole sum. So the bits of a row do not depend on the other rows, on
+ * their number, on the thread, or on the number of registers.
  */
 #pragma once
 #include "tiles.h"

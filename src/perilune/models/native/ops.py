@@ -1,7 +1,7 @@
 """The C kernels for products and operations on rows, called with float32 torch tensors on the CPU.
 
-Every function requires `is_available()`. Shapes are those of the decoder. Callers guarantee kinds and
-matching shapes; the functions do not check them again.
+Every function requires `is_available()`. Callers guarantee dtypes and matching shapes; the functions do not
+check them again.
 """
 
 import mmap
@@ -18,8 +18,8 @@ from perilune.errors import WorkFailedError
 from perilune.models.native.build import native
 from perilune.models.scratch import scratch_buffer
 
-PANEL = 32
-LANES = 16
+PANEL = 32  # outputs of a panel, the unit in which weights are packed
+LANES = 16  # floats over which sums run in parallel; rows must be multiples of this
 _PACKED_AT_ONCE = 1 << 20  # elements of a weight that are converted to float32 at a time
 
 WeightKind = Literal["float32", "bfloat16", "int8"]
@@ -94,7 +94,7 @@ def kernel(name: str, *types: Any) -> Any:
 
 
 def _rows_as_float32(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Iterate over chunks of float[O, I] as float32: the first row, a multiple of a panel, and the rows."""
+    """Yield chunks of float[O, I] as float32: the number of the first row, a multiple of PANEL, and rows."""
     if weight.dtype == torch.float32 and weight.stride(1) == 1:
         yield 0, weight
         return
@@ -107,7 +107,7 @@ def _rows_as_float32(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _allocate(count: int, dtype: torch.dtype) -> Tensor:
-    """Return an uninitialized tensor; large ones are outside the heap, so that they do not fragment it."""
+    """Return an uninitialized tensor. Large tensors are outside the heap, so that they do not fragment it."""
     size = count * dtype.itemsize
     if size < mmap.PAGESIZE * 16:
         return torch.empty(count, dtype=dtype)
@@ -149,10 +149,10 @@ def pack_parts(
 ) -> PackedWeight:
     """Pack weights float[O, I] of one input and their biases, stacked.
 
-    Each weight begins a new panel; zeros pad the panel before.
+    Each weight begins a new panel. Zeros fill the rest of the last panel of each weight.
 
     Args:
-        buffer: memory to overwrite, the first of the `tensors` of a packed weight of equal size.
+        buffer: memory to overwrite: `tensors[0]` of a packed weight of equal size.
     """
     inputs, dtype = parts[0][0].shape[1], _DTYPES[kind]
     starts = [0]
@@ -181,7 +181,7 @@ def pack_parts(
 
 def linear(x: Tensor, weight: PackedWeight) -> Tensor:
     """Compute the product float32[N, O] of float32[N, I] and the weight, plus its bias."""
-    if x.stride(-1) != 1 or x.stride(0) < x.shape[1]:  # such as one row that is repeated
+    if x.stride(-1) != 1 or x.stride(0) < x.shape[1]:  # for example one row that is repeated
         x = x.clone(memory_format=torch.contiguous_format)
     out = torch.empty(x.shape[0], weight.outputs)
     rounded = None

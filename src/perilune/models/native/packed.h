@@ -26,12 +26,14 @@ struct packed {
     atomic_long next;
 };
 
-/* Keys and values of one sequence and head, padded with zeros: as columns [block][D][16] and as rows [token][D]. */
+/* Buffers of one thread: keys and values of one sequence and head, padded with zeros, as columns [block][D][16] and as
+ * rows [token][D]; scores and their gradients; gradients of keys and values. */
 struct gathered {
     float *key_columns, *value_columns, *key_rows, *value_rows, *scores, *grads, *grad_keys, *grad_values;
     const void **pointers; /* to the blocks of key columns, value rows, value columns and key rows, in this order */
 };
 
+/* The flat index of token t of sequence s, whose prefix comes first. */
 INLINE int64_t token_at(const struct packed *p, int64_t s, int64_t t)
 {
     return t < p->prefixes[s] ? p->prefix_starts[s] + t : p->starts[s] + t - p->prefixes[s];

@@ -8,10 +8,10 @@
 struct cache {
     void *keys, *values; /* [blocks][KV][D][16] and [blocks][KV][16][D] */
     float *key_scales, *value_scales; /* [blocks][KV][16], int8 only */
-    int64_t kind, table;
+    int64_t kind, table; /* enum cache_kind; index of the block table */
 };
 
-/* The destination of the routes of a step: experts[blocks][16][layers][per token], with 1 or 2 bytes per element.
+/* The store for the routes of a step: experts[blocks][16][layers][experts per token], with 1 or 2 bytes per element.
  * `experts` is null if routes are not recorded. `table` is the index of the block table. `layers` is the number of
  * layers with experts. */
 struct route_store {

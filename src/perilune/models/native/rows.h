@@ -42,8 +42,8 @@ INLINE vec gelu_tanh(vec x)
     return x / (splat(1.0f) + exponential(splat(-2.0f) * inner)); /* x (1 + tanh(inner)) / 2 */
 }
 
-/* The activation of gpt-oss: the product of x / (1 + exp(-1.702 x)), where x is at most 7, and y + 1, where y is
- * clamped to [-7, 7]. */
+/* The activation of gpt-oss is the product of x / (1 + exp(-1.702 x)), where x is bounded to at most 7, and y + 1,
+ * where y is clamped to [-7, 7]. These functions compute its two factors. */
 INLINE vec clamped_gate(vec x)
 {
     x = blend(x > splat(7.0f), splat(7.0f), x);
@@ -99,8 +99,8 @@ INLINE struct softmax softmax_of(const float *x, int64_t size, float scale)
 
 INLINE vec scaled(vec x, struct softmax s) { return (x - splat(s.shift)) * splat(s.scale); }
 
-/* The log-prob of one logit. Sampling, scoring and learning must agree bit for bit. `volatile` therefore prevents the
- * compiler from fusing product and difference in some of the callers but not in others. */
+/* The log-prob of one logit. Sampling, scoring and learning must agree bit for bit. `volatile` prevents the compiler
+ * from fusing product and difference in some callers but not in others. */
 INLINE float log_probability(float x, struct softmax s)
 {
     volatile float product = (x - s.shift) * s.scale;

@@ -20,7 +20,7 @@ static struct {
     pthread_mutex_t lock;
     pthread_cond_t wake, done;
     int64_t started, busy; /* threads that exist, including the caller; threads that still run the function */
-    atomic_long turn;
+    atomic_long turn;      /* number of calls of `run_threads`, which wakes the threads */
     work *function;
     void *argument;
     struct team team;

@@ -72,6 +72,7 @@ INLINE ivec count_from(int64_t first)
     return *(const ivec_in_memory *)numbers + (int32_t)first;
 }
 
+/* Load the first `count` floats of a vector, and fill the other lanes with `rest`. */
 INLINE vec load_first(const float *p, int64_t count, float rest)
 {
     if (count >= LANES) return load(p);
@@ -80,6 +81,7 @@ INLINE vec load_first(const float *p, int64_t count, float rest)
     return load(copy);
 }
 
+/* Store the first `count` lanes of x. */
 INLINE void store_first(float *p, vec x, int64_t count)
 {
     if (count >= LANES) { store(p, x); return; }
