@@ -72,7 +72,7 @@ def test_model_card_json_matches_the_card(here, config) -> None:
     plan = plan_memory(card, sampling=(2, 200))
     assert document["memory"]["sampling"]["total"] == plan.total
     assert document["notes"] == [
-        "the memory includes the tokens behind a window, which the engine's cache also holds"
+        "the memory includes tokens outside windows that the engine's cache still holds"
     ]
 
 

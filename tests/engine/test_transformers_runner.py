@@ -197,7 +197,7 @@ def test_error_for_multimodal_model_names_its_text_model(tmp_path: Path) -> None
     Tokenizer.characters().save(tmp_path)
     with pytest.raises(RequestError, match="model_type is 'qwen3_5'") as caught:
         load_for_inference(tmp_path)
-    assert caught.value.remedy == "a checkpoint of its text model alone, with model_type qwen3_5_text"
+    assert caught.value.remedy == "use a checkpoint of its text model alone, with model_type qwen3_5_text"
 
 
 @torch.no_grad()

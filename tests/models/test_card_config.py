@@ -142,7 +142,7 @@ def test_unknown_family_is_read_like_llama_with_a_note() -> None:
     card = model_card({"model_type": "llama_of_tomorrow", **SMALL})
     assert card.parameters == model_card({"model_type": "llama", **SMALL}).parameters
     assert card.notes == (
-        "llama_of_tomorrow is not a family known here: read like Llama, so that figures are estimates",
+        "the family llama_of_tomorrow is unknown and read like Llama, so the numbers are estimates",
     )
     assert not model_card({"model_type": "llama", **SMALL}).notes
 

@@ -181,12 +181,12 @@ GLM = {
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"n_group": 5}, "12 experts in 2 of 5 equal groups"),
-        ({"topk_group": 5}, "12 experts in 5 of 4 equal groups"),
-        ({"num_experts_per_tok": 7}, "7 of 6 experts per token"),
+        ({"n_group": 5}, "12 experts cannot be divided into 5 equal groups"),
+        ({"topk_group": 5}, "a token uses 5 of 4 groups of experts"),
+        ({"num_experts_per_tok": 7}, "a token uses 7 of 6 experts"),
         ({"n_shared_experts": -1}, "shared_size is -"),
         ({"moe_layer_freq": 0}, "moe_layer_freq"),
-        ({"partial_rotary_factor": 2.0}, "rotary embeddings of 2"),
+        ({"partial_rotary_factor": 2.0}, "rotary embeddings cannot rotate 2 of"),
         ({"topk_method": "group_limited_greedy"}, "topk_method"),
     ],
 )

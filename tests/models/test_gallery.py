@@ -143,7 +143,7 @@ FP8, AWQ = ({"quantization_config": {"quant_method": method}} for method in ("fp
         (WITHOUT | AWQ, "natively", ""),
         (WITHOUT | FP8 | {"model_type": "cohere2"}, "with transformers", "model_type is 'cohere2'"),
         (WITHOUT | {"model_type": "cohere2"}, "with transformers", "model_type is 'cohere2'"),
-        (WITHOUT | {"model_type": "vit"}, "not", "vit is not a language model there"),
+        (WITHOUT | {"model_type": "vit"}, "not", "vit is not a causal language model"),
         (WITHOUT | {"model_type": "of_tomorrow"}, "not", "does not recognize"),
         (WITHOUT | {"num_key_value_heads": 3}, "not", "cannot share 3"),
     ],

@@ -232,7 +232,7 @@ def test_unsupported_architecture_error_lists_supported_ones(folder: Path) -> No
     with pytest.raises(RequestError, match="'gpt_neox', which Perilune's decoder does not compute") as caught:
         load_decoder(Decoder, folder)
     assert "qwen3" in caught.value.remedy
-    assert "others only sample" in caught.value.remedy
+    assert "others can only be sampled" in caught.value.remedy
 
 
 def test_missing_folder_or_file_is_rejected(folder: Path) -> None:

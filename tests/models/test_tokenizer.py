@@ -569,7 +569,7 @@ def test_special_tokens_without_an_embedding_are_dropped(tmp_path, capsys, pad) 
     assert limited.encode("<extra>!") == CHARACTERS.encode("<extra>!")
     assert limited.chat_template.source == "{{ messages[0].content }}<extra>"
     assert limited.encode_prompt(HELLO) == CHARACTERS.encode("hello<extra>")
-    assert capsys.readouterr().err.endswith(": ignores <extra>, which the model has no embedding for\n")
+    assert capsys.readouterr().err.endswith(": ignores <extra>, for which the model has no embedding\n")
     limited.save(tmp_path / "saved")
     assert Tokenizer.load(tmp_path / "saved").limited(98).vocab_size == 98
     assert not capsys.readouterr().err

@@ -1,1 +1,1 @@
-"""One decoder definition, tokenizers, loading and saving in Hugging Face format."""
+"""The decoder, tokenizers, and loading and saving of checkpoints in Hugging Face format."""

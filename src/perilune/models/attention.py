@@ -1,18 +1,18 @@
 """Attention: the interface that the decoder uses, and the implementation for packed sequences.
 
-A query has the same bits whether it is computed inside its sequence (training, prefill) or alone against a
-cache (decoding). The C kernels of `models/native` guarantee that. Without them, both cases use `attend`. In
-float32 on a CPU it relies on three measured properties of MKL's products and of the softmax kernel, which
-tests check:
+The result of a query has the same bits whether it is computed inside its sequence (training, prefill) or
+alone against a cache (decoding). The C kernels of `models/native` guarantee this. Without them, both cases
+use `attend`. In float32 on a CPU, `attend` relies on three measured properties of MKL's products and of the
+softmax kernel, which tests check:
 
 * in a product of at least `_MIN_ROWS` rows and 12 columns, the bits of an element do not depend on its
   neighbors;
 * the product sums up to 192 terms from left to right, so zeros after the end change nothing;
 * the softmax sums in lanes of 16, so masked columns after the end change nothing.
 
-So keys start at column 0 (behind a window, at a multiple of 192), columns come in multiples of 16, longer
-sums are split every 192 terms, and few queries are padded to `_MIN_ROWS`. Other devices and dtypes agree up
-to rounding.
+So keys start at column 0 (with a window, at a multiple of 192), columns are padded to multiples of 16, sums
+are split every 192 terms, and queries are padded to at least `_MIN_ROWS`. On other devices and in other
+dtypes, results agree up to rounding.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class ScoreOptions:
     """Changes to attention scores besides the softmax.
 
     Attributes:
-        sinks: float[H], a score of each head for attending to nothing (Xiao et al., arXiv 2309.17453; learned
-            as in gpt-oss).
+        sinks: float[H], the score of each head's attention sink, which has no value (Xiao et al., arXiv
+            2309.17453; learned as in gpt-oss).
         cap: bound c on scores, which become c tanh(scores / c) before masks and sinks (Gemma 2).
     """
 
@@ -68,9 +68,10 @@ class AttentionLayer:
     """The properties of a layer that its attention needs besides the inputs.
 
     Attributes:
-        index: of the layer.
-        window: a query sees its own token and the window - 1 before it (sliding-window attention,
-            Beltagy et al. 2020), or all before it if None. The same in every call of one layer.
+        index: index of the layer.
+        window: number of tokens that a query sees, including its own (sliding-window attention, Beltagy et
+            al. 2020); None for all preceding tokens. The same in every call of one layer.
+        options: changes to the scores; None if there are none.
     """
 
     index: int
@@ -244,7 +245,7 @@ class FlashAttention:
 
 @functools.cache
 def find_varlen_attn() -> Callable[..., Any] | None:
-    """Return torch's attention for packed sequences, or None before torch 2.11, which has no windows."""
+    """Return torch's attention for packed sequences; None before torch 2.11, where it lacks windows."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -286,7 +287,7 @@ def _attend_causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tenso
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     if window is None or window >= total:
-        # The kernels' causal mask begins at the first key, so unused queries are put before the others.
+        # The kernels' causal mask aligns the first query with the first key, so pad queries at the beginning.
         q = F.pad(q, (0, 0, total - length, 0))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return out[0, :, total - length :].transpose(0, 1)
@@ -334,13 +335,14 @@ def _padded_length(length: int) -> int:
 
 
 class _PaddedLayout:
-    """The indices of all tokens in padded blocks, one block per padded length.
+    """Packed sequences copied into padded blocks, one block per padded length, and attention on the blocks.
 
     Args:
         spans: int64[sequences, 4] for each block: start, length, start of the prefix, length of the prefix.
         shared: whether a token may be a key of several sequences.
         q, k: tensors with the shape, dtype and device of later calls.
-        exact: compute as on a CPU, in chunks of queries that store their scores.
+        exact: whether to compute as on a CPU also on other devices: in chunks of queries that store their
+            scores.
     """
 
     def __init__(
@@ -376,7 +378,7 @@ class _PaddedLayout:
 
 
 def _head_rows(tokens: Tensor, heads: int) -> Tensor:
-    """Return the rows int64[S, heads, L] of tokens int64[S, L] in float[N * heads, D]; -1 stays -1."""
+    """Return the rows int64[S, heads, L] of tokens int64[S, L] in a tensor [N * heads, D]; -1 stays -1."""
     rows = tokens[:, None] * heads + torch.arange(heads)[:, None]
     return torch.where(tokens[:, None] < 0, -1, rows)
 
@@ -386,7 +388,8 @@ class _PaddedRows:
 
     Args:
         blocks: for each block, the flat row of each of its rows, int64 of any shape, -1 for padding.
-        unique: whether each flat row occurs at most once (exactly once, to be moved back).
+        like: a tensor float[N, heads, D] with the shape and device of later calls.
+        unique: whether each flat row occurs at most once. `unpad` requires exactly once.
     """
 
     def __init__(self, blocks: Sequence[Tensor], like: Tensor, unique: bool) -> None:

@@ -20,7 +20,7 @@ _EPS = 1e-6  # added to the squared length of queries and keys
 class GatedDeltaNet(nn.Module):
     """The gated delta rule (`models.recurrence`) after a short convolution, with a gated norm of its output.
 
-    The decay of a head is exp(-exp(A_log) softplus(a + dt_bias)), and its strength is sigmoid(b). Both a and
+    The decay of a head is exp(-exp(A_log) softplus(a + dt_bias)), and its strength is sigmoid(b), where a and
     b are projections of the token. Several value heads share a query and a key.
     """
 
@@ -66,7 +66,7 @@ class GatedDeltaNet(nn.Module):
 
     @cached_property
     def _order(self) -> Tensor:
-        """int64[outputs]: the columns in the order q, k, v, z, b, a, which are stored by key head."""
+        """int64[outputs]: the column of each output in the order q, k, v, z, b, a; stored by key head."""
         delta = self.sizes
         shared = delta.heads // delta.key_heads
         sizes = [delta.key_size, delta.key_size, *[shared * delta.value_size] * 2]
@@ -90,12 +90,12 @@ class GatedDeltaNet(nn.Module):
             setattr(self.get_submodule(owner), attribute, copied)
 
     def initialize(self, generator: torch.Generator) -> None:
-        """Draw decays as the authors do: A uniformly from 0.01 to 16, and dt_bias 1."""
+        """Draw A uniformly from 0.01 to 16, and set dt_bias to 1, as the authors do."""
         self.A_log.copy_(torch.rand(self.A_log.shape, generator=generator).mul(15.99).add(0.01).log())
         self.dt_bias.fill_(1.0)
         self.norm.weight.fill_(1.0)
 
 
 def _softplus(x: Tensor) -> Tensor:
-    """Compute log(1 + exp(x)) with operations that round every element alike."""
+    """Compute log(1 + exp(x)). The result of an element does not depend on its position in the tensor."""
     return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))

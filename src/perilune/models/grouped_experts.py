@@ -1,7 +1,7 @@
 """Computes all experts of a frozen mixture together.
 
-A loop over experts waits for the router's choice, and its shapes depend on that choice. Here the shapes
-depend only on the number of tokens and no operation waits for the device, so a CUDA graph can capture it.
+A loop over experts must wait for the router's choice, on which its shapes depend. Here, shapes depend only on
+the number of tokens, and no operation waits for the device. So a CUDA graph can capture the computation.
 
 N tokens, K experts of each, E experts, P = N K pairs of a token and an expert, I inputs, O outputs.
 """
@@ -34,8 +34,8 @@ class ExpertGroups:
     """Pairs of a token and an expert, ordered by expert. Pair p belongs to token p // K.
 
     Attributes:
-        order: int64[P], numbers of the pairs; those of one expert are adjacent and ascending.
-        ends: int32[E], where the pairs of each expert end in `order`.
+        order: int64[P], numbers of the pairs. The pairs of one expert are adjacent and ascending.
+        ends: int32[E], the index in `order` at which the pairs of each expert end.
     """
 
     order: Tensor
@@ -63,6 +63,9 @@ class GroupedExperts:
 
     Args:
         first: the gate and up projections of each expert.
+        last: the down projection of each expert.
+        gated: the activation, a function of gate and up.
+        product: computes the grouped products.
     """
 
     def __init__(

@@ -2,15 +2,15 @@
 
 `models.products` has the products with matrices.
 
-Sampling computes a token in a batch of one-token rows, training inside a packed batch. Their log-probs are
-equal bit for bit only if the result of a row does not depend on the other rows. In float32 on a CPU
-these functions guarantee that, in one of two ways:
+Sampling computes a token in a batch of one-token rows, training inside a packed batch. The log-probs of both
+are equal bit for bit only if the result of a row does not depend on the other rows. In float32 on a CPU,
+these functions guarantee this in one of two ways:
 
 * with a C compiler, by the kernels of `models/native`, which sum each element in a fixed order;
 * without one, by torch: products by oneDNN, and other functions by reductions within a row.
 
-A GPU uses the kernels of `models/triton_elementwise`. Other devices and dtypes use torch's. Both agree up to
-rounding. Gradients are exact up to rounding everywhere; they need not be equal bit for bit.
+A GPU uses the kernels of `models/triton_elementwise`. Other devices and dtypes use torch's operations. There,
+results agree up to rounding. Gradients agree up to rounding everywhere; they need not be equal bit for bit.
 """
 
 import functools
@@ -133,7 +133,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_part(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first elements of each head, as many as the tables have, and keep the others."""
+    """Rotate the first elements of each head, as many as the tables have columns, and keep the others."""
     width, size = cos.shape[-1], x.shape[-1]
     if width == size:
         return rotate(x, cos, sin)
@@ -207,8 +207,8 @@ _LIMIT, _ALPHA = 7.0, 1.702
 def _silu(x: Tensor) -> Tensor:
     """Compute x / (1 + exp(-x)).
 
-    torch's function is faster, but rounds the last elements differently unless each thread has a multiple
-    of 32.
+    torch's function is faster, but rounds the last elements of each thread differently, unless each thread
+    computes a multiple of 32 elements.
     """
     threads = torch.get_num_threads()
     if not is_exact(x) or (threads <= 2 and x.shape[-1] % (32 * threads) == 0):
@@ -217,7 +217,10 @@ def _silu(x: Tensor) -> Tensor:
 
 
 def _gelu(x: Tensor) -> Tensor:
-    """Compute x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), rounding every element alike."""
+    """Compute x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
+
+    Where `is_exact`, the result of an element does not depend on its position in the tensor.
+    """
     if not is_exact(x):
         return F.gelu(x, approximate="tanh")
     inner = (x * x).mul_(0.044715).add_(1).mul_(x).mul_((2 / torch.pi) ** 0.5)
@@ -266,7 +269,7 @@ def route(
         logits: float[N, E].
         per_token: K.
         normalized: scale the weights of each token to sum to one.
-        forced: int64[N, K], experts to take instead, in that order; in rows of -1 `logits` decide.
+        forced: int64[N, K], experts to choose instead, in this order; in rows of -1, `logits` decide.
 
     Returns:
         Probabilities [N, K] in float32 at least, the largest first, and indices int64[N, K].
@@ -287,9 +290,9 @@ def route(
 
 
 class _Route(torch.autograd.Function):
-    """w = softmax(x) of the chosen, dx = p (g - sum(g p)) with g = dw at the chosen and 0 elsewhere.
+    """w = p at the chosen experts with p = softmax(x); dx = p (g - sum(g p)), g = dw there and 0 elsewhere.
 
-    Normalized, w is the softmax of the chosen logits alone.
+    If normalized, w is the softmax of the chosen logits alone.
     """
 
     @staticmethod
@@ -351,7 +354,7 @@ def _choose_in_best_groups(scores: Tensor, experts: Experts) -> Tensor:
 
 
 class _Sigmoid(torch.autograd.Function):
-    """1 / (1 + exp(-x)), with operations that round every element alike."""
+    """1 / (1 + exp(-x)). The result of an element does not depend on its position in the tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

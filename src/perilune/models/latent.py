@@ -1,16 +1,18 @@
 """Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-The keys and values of all heads are projections of one latent vector c per token, k = U c and v = V c, beside
-a rotary key that the heads share. There are two ways to compute it:
+The keys and values of all heads are projections of one latent vector c per token, k = U c and v = V c. In
+addition, all heads share one rotary key. There are two ways to compute attention:
 
 * expanded: project k and v of every token and attend as usual;
-* absorbed: since q . (U c) = (U^T q) . c and sum(w V c) = V sum(w c), project queries into the latent space
-  and the result out of it. All heads attend to one key [c, rotary key], whose first part is the value. The KV
-  cache then holds one vector per token, an order of magnitude smaller than the keys and values of all heads.
+* absorbed: since q . (U c) = (U^T q) . c and sum(w V c) = V sum(w c), project queries into the latent space,
+  and project the result back. All heads attend to one key [c, rotary key], whose first part is the value.
+  The KV cache then holds one vector per token, which is an order of magnitude smaller than the keys and
+  values of all heads.
 
-The engine always absorbs. The learner absorbs where results are exact (float32 on a CPU), so that its
-log-probs equal the engine's bit for bit. Elsewhere the learner expands, because scores are then cheaper: the
-product of a query and a key has D = key_size + rotary_size terms instead of rank + rotary_size.
+The engine always uses the absorbed form. So does the learner where results are exact (float32 on a CPU), so
+that its log-probs equal the engine's bit for bit. Elsewhere the learner uses the expanded form, because its
+scores are cheaper: the product of a query and a key has key_size + rotary_size terms instead of
+rank + rotary_size.
 """
 
 from typing import Any
@@ -27,7 +29,7 @@ from perilune.models.layers import Projection, RMSNorm, copy_in_place
 from perilune.models.narrow import NarrowKind
 from perilune.models.products import linear, pack_weight
 
-_EPS = 1e-6  # of the norms of latent vectors, independent of the model's
+_EPS = 1e-6  # eps of the norms of latent vectors, which is independent of the model's `rms_norm_eps`
 
 
 class LatentAttention(nn.Module):
@@ -66,7 +68,7 @@ class LatentAttention(nn.Module):
         latent, k_rotary = torch.split(self.down_kv(x), [sizes.rank, sizes.rotary_size], dim=-1)
         latent = self.kv_a_layernorm(latent)[:, None]
         rotary = torch.cat([q_rotary, k_rotary[:, None]], dim=1)
-        if sizes.interleaved:  # move the pairs into two halves
+        if sizes.interleaved:  # reorder neighboring pairs into two halves
             rotary = rotary.view(*rotary.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
         q_rotary, k_rotary = torch.split(rotate(rotary, cos, sin), [self.heads, 1], dim=1)
         if isinstance(attention, PackedAttention) and not is_exact(x):
@@ -76,7 +78,7 @@ class LatentAttention(nn.Module):
             q = torch.cat([q, q_rotary], dim=-1) * self.score_scale
             return self.out(attention(q, k, self.project_values(per_head), self.layer).flatten(1))
         q = torch.cat([self.project_to_latent(q), q_rotary], dim=-1)
-        # Attention divides by the square root of the size of these queries, which is not that of a head.
+        # Attention divides scores by the root of the size of these queries, not by that of a head's size.
         q = q * (self.score_scale * (q.shape[-1] / (sizes.key_size + sizes.rotary_size)) ** 0.5)
         k = torch.cat([latent, k_rotary], dim=-1)
         out = attention(q, k, k[..., : sizes.rank], self.layer)
@@ -86,12 +88,12 @@ class LatentAttention(nn.Module):
 class HeadProjection(Projection):
     """One linear map per head: float[N, H, O] from float[N, H, I].
 
-    Low-precision copies of the model keep its matrices in the model's dtype.
+    Low-precision copies of the model keep these matrices in the model's dtype.
 
     Args:
-        part: a map whose matrix stacks those of the heads.
-        rows: the rows of a head's matrix.
-        transposed: whether to apply the transpose of those rows.
+        part: a map whose matrix stacks the matrices of the heads.
+        rows: which rows of a head's matrix to apply.
+        transposed: whether to apply the transpose of these rows.
     """
 
     def __init__(self, part: nn.Linear, heads: int, rows: slice, *, transposed: bool = False) -> None:
@@ -106,7 +108,7 @@ class HeadProjection(Projection):
         return torch.stack([linear(x[:, head], weight) for head, weight in enumerate(weights)], dim=1)
 
     def apply_transposed(self, x: Tensor) -> Tensor:
-        """Apply each head's transposed map to float[N, O]: float[N, H, I], whose bits depend on N."""
+        """Apply each head's transposed map: float[N, H, I] from float[N, O]. The bits depend on N."""
         weights = self._matrices()
         assert isinstance(weights, Tensor)
         return torch.einsum("no,hoi->nhi", x, weights)

@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
     """Root mean square normalization with a learned weight (Zhang & Sennrich 2019).
 
     Args:
-        offset: the factor is 1 + weight.
+        offset: whether the factor is 1 + weight instead of weight.
     """
 
     def __init__(self, size: int, eps: float, offset: bool) -> None:
@@ -50,15 +50,16 @@ class RMSNorm(nn.Module):
 class Projection:
     """Linear maps of one input, computed as one product.
 
-    The parameters stay in their modules under their Hugging Face names and are joined on every call. A frozen
-    projection is joined once, in the fastest layout.
+    The parameters stay in their modules under their Hugging Face names and are concatenated on every call. A
+    frozen projection is concatenated once, in the fastest layout.
 
     Args:
         parts: the maps.
-        exact: never round these weights, even if a frozen copy or the precision asks for it.
+        exact: whether to keep these weights unrounded, even in a frozen copy or with a lower precision.
 
     Attributes:
-        precision: precision of products that are not frozen.
+        precision: precision of the product until the projection is frozen.
+        frozen: weight and bias in the fastest layout; None until `freeze`.
     """
 
     def __init__(self, *parts: nn.Linear | nn.Embedding | ExpertLinear, exact: bool = False) -> None:
@@ -110,7 +111,7 @@ class ExpertLinear(nn.Module):
 
     Args:
         source: returns the expert's current matrix float[I, O'] and bias float[O'].
-        columns: the map's outputs among the O'.
+        columns: which of the O' outputs belong to this map.
     """
 
     def __init__(self, source: Callable[[], tuple[Tensor, Tensor]], columns: slice) -> None:
@@ -142,10 +143,11 @@ def add_linear_maps(
     *,
     exact: bool = False,
 ) -> Projection:
-    """Add linear maps of one input to `owner` under the family's names; maps with one name are stacked.
+    """Add linear maps of one input to `owner` under the family's names; maps with the same name are stacked.
 
     Args:
-        outputs: the number of outputs by general name.
+        inputs: number of inputs.
+        outputs: number of outputs of each map, by its general name.
         exact: see `Projection`.
     """
     rows: dict[str, int] = {}

@@ -13,7 +13,7 @@ from perilune.models.kernels import is_native
 from perilune.models.memory import MAX_LOGITS_PER_CHUNK, MAX_LOGITS_PER_CHUNK_ON_GPU
 from perilune.models.native import ops
 
-_ROW_MULTIPLE = 256  # a multiple of the rows that matrix units of processors compute at a time
+_ROW_MULTIPLE = 256  # a multiple of the number of rows that matrix units of processors compute at a time
 
 
 def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
@@ -74,7 +74,7 @@ class _NativeLogprobs(torch.autograd.Function):
 
 
 class _TorchLogprobs(torch.autograd.Function):
-    """One pass forward. The backward pass reuses the softmax."""
+    """The forward pass computes one softmax, which the backward pass reuses."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,12 +103,12 @@ def compute_in_row_chunks(
     N V logits and their gradient take gigabytes, although only one number per row is needed. In chunks,
     memory grows with N and with V but not with their product. In exchange, training recomputes the logits in
     the backward pass, and the head takes about two thirds longer. Rows do not depend on each other, so the
-    values are the same. The gradient of the head is the sum over the chunks.
+    values are the same as without chunks. The gradient of the head is the sum over the chunks.
 
     Args:
         of_rows: maps tensors with n rows to tensors with n rows.
         columns: tensors with N rows, such as hidden states float[N, d] and targets int64[N].
-        logits_per_row: V for `of_rows` that compute one distribution per row.
+        logits_per_row: number of logits that `of_rows` computes for a row: V for one distribution.
     """
     first = columns[0]
     limit = MAX_LOGITS_PER_CHUNK_ON_GPU if first.device.type == "cuda" else MAX_LOGITS_PER_CHUNK

@@ -1,17 +1,19 @@
 """Estimates the memory of sampling and training from a model's card.
 
 The estimate is an upper bound in bytes for the engine and the learner of this package. P parameters,
-V vocabulary, d hidden size, b bytes per number of the model (4 in float32).
+V vocabulary size, d hidden size, b bytes per number of the model (4 in float32).
 
 Persistent memory, held throughout:
 
-* weights: b P; the engine's frozen copy: b P, plus b V d when head and embedding are one tensor, because the
-  engine stores each in its fastest layout; a reference policy: b P;
+* weights: b P;
+* the engine's frozen copy of the weights: b P, plus b V d when head and embedding are one tensor, because the
+  engine stores each in its fastest layout;
+* a reference policy: b P;
 * AdamW's two moments: 8 P;
 * keys and values of S samples of T tokens, in whole blocks; layers with a window hold only the window and the
-  tokens being fed.
+  tokens of the current step.
 
-Transient memory, of which only the largest counts:
+Transient memory, of which only the largest item counts:
 
 * sampling: logits and intermediate results, 24 S V;
 * training on N tokens in sequences of T: gradients b P; activations, as the card computes them; logits,
@@ -20,13 +22,13 @@ Transient memory, of which only the largest counts:
   states of 64 tokens of each sequence in one layer, which the backward pass recomputes;
 * an update: three temporaries of the largest tensor.
 
-With an adapter of A parameters beside frozen weights (`models.adapters.lora`), the weights take the bytes of
-their kind (embedding and head at most 2 bytes per number when matrices are narrow), gradients 4 A and moments
-8 A. The engine's copy is merged and float32. The base is the reference policy. Training recomputes each
-merged matrix, which fragments the heap by at most b P (measured). The last step merges all matrices to write
-them.
+With an adapter of A parameters and frozen weights (`models.adapters.lora`), the weights take the bytes of
+their storage kind (embedding and head 2 bytes per number when matrices are narrow), gradients 4 A and moments
+8 A. The engine's copy is merged and float32. The base serves as the reference policy. Training recomputes
+each merged matrix, which fragments the heap by at most b P (measured). The last step merges all matrices to
+write them.
 
-On a GPU, merged matrices do not fragment memory, and the last step moves each to the CPU.
+On a GPU, merged matrices do not fragment memory, and the last step moves each merged matrix to the CPU.
 """
 
 from __future__ import annotations
@@ -63,10 +65,11 @@ then fragments and grows.
 """
 
 MAX_LOGITS_PER_CHUNK_ON_GPU = 1 << 28
-"""The same on a GPU: 1 GiB in float32. Each chunk there costs two passes over the head and its gradient."""
+"""As `MAX_LOGITS_PER_CHUNK`, on a GPU: 1 GiB in float32. There, each chunk makes two passes over the head and
+its gradient."""
 
 DISTILLATION_ROW = 4
-"""Memory of a row of logits in distillation, divided by that in other training. Measured: 2.5 to 3.9."""
+"""Memory of a row of logits in distillation, relative to other training. Measured: 2.5 to 3.9."""
 
 _GPU_ITEM_BYTES: Mapping[str, float] = {"float32": 4.0, "bfloat16": 2.1}
 """Bytes of an activation on a GPU, measured on an H100; the inputs of norms stay float32."""
@@ -76,7 +79,7 @@ BLOCK = 16
 """Tokens in a block of the engine's cache."""
 
 MAX_STATE_TOKENS = 512
-"""Largest number of tokens of a sequence in a step with linear attention, whose blocks each need a state."""
+"""Largest number of tokens of one sequence in a step with linear attention, where each block has a state."""
 
 DEFAULT_TOKEN_BUDGET = 4096
 """Default limit on the tokens that the engine computes in a step."""
@@ -90,8 +93,8 @@ class MemoryPlan:
     """Bytes by use.
 
     Attributes:
-        persistent: allocated throughout.
-        transient: allocated one at a time, so only the largest counts.
+        persistent: bytes that are allocated all the time.
+        transient: bytes that are allocated one item at a time, so only the largest item counts.
     """
 
     persistent: Mapping[str, int]
@@ -139,8 +142,8 @@ def plan_memory(
     """Estimate the memory of a process with one model.
 
     Args:
-        sampling: number of concurrent samples, and tokens of the longest one with its prompt.
-        learning: tokens of one forward pass, and of its longest sequence.
+        sampling: number of concurrent samples, and number of tokens of the longest sample with its prompt.
+        learning: number of tokens of one forward pass, and of its longest sequence.
         reference: whether the process holds a frozen reference policy.
         item_bytes: bytes of one weight, cache element or activation. The optimizer is float32.
         gpu: precision of matrix products if the model is on a GPU; None on a CPU.
@@ -214,8 +217,8 @@ def window_blocks(
 ) -> int:
     """Return the number of blocks of `size` tokens for layers with this window, at most `num_blocks`.
 
-    Each of `slots` samples needs the window of its next query, with a partly filled block at both ends, and
-    the step computes `token_budget` tokens.
+    This is enough for the window of the next query of each of `slots` samples, with a partly filled block at
+    both ends, and for the `token_budget` tokens of a step.
     """
     if window is None:
         return num_blocks
@@ -252,7 +255,7 @@ def base_bytes(model: Model, kind: str, item_bytes: int = _FLOAT_BYTES) -> int:
 
 
 def adapter_parameters(config: DecoderConfig, rank: int, targets: Collection[str]) -> int:
-    """Return the number of parameters of A and B for the linear maps called `targets`, in all layers."""
+    """Return the number of parameters of A and B for the linear maps named in `targets`, in all layers."""
     d, size, family = config.hidden_size, config.head_dim, config.family
     queries, keys = config.num_heads * size, config.num_kv_heads * size
     inward = 2 * queries if family.output_gate else queries

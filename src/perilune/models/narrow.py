@@ -1,8 +1,8 @@
-"""Weights that are stored in fewer bits than they are computed with, for inference.
+"""Weights that are stored in fewer bits than the activations have, for inference.
 
 * bfloat16: weights and activations are rounded to eight significant bits.
-* int8: symmetric, weights only. Each output channel is s q with s = max |w| / 127 and q the nearest integer.
-  Activations are not rounded.
+* int8: weights only, symmetric. A weight w of an output channel is stored as the integer nearest to w / s,
+  where s = max |w| / 127 is the scale of the channel. Activations are not rounded.
 
 Sums are in the dtype of the activations. The C kernels use the same two formats.
 """
@@ -20,7 +20,7 @@ Precision = Literal["float32", "bfloat16"]
 """Precision of products in training. bfloat16 rounds both factors; sums are float32 either way."""
 
 _HAS_FLOAT32_OUTPUT = hasattr(torch.ops.aten.mm, "dtype")
-"""True if a product of bfloat16 matrices on a GPU can return float32, as since PyTorch 2.8."""
+"""True if a product of bfloat16 matrices on a GPU can return float32, which needs PyTorch 2.8."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +46,10 @@ class NarrowWeight:
 
 
 def bfloat16_matmul(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute x @ weight.T of bfloat16 matrices on a GPU, in `dtype`; PyTorch before 2.8 rounds float32."""
+    """Compute x @ weight.T of bfloat16 matrices on a GPU, in `dtype`.
+
+    Before PyTorch 2.8, the result is rounded to bfloat16 first.
+    """
     if dtype == torch.float32 and _HAS_FLOAT32_OUTPUT:
         return torch.mm(x, weight.t(), out_dtype=dtype)
     return F.linear(x, weight).to(dtype)

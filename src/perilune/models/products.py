@@ -1,8 +1,8 @@
 """Products with matrices, forward and backward. Each row has the same bits in every batch.
 
-Where `is_exact`, the C kernels or oneDNN compute them. oneDNN sums in the same order for two or more rows and
-any number of threads, so a single row is computed as two. (MKL, torch's default, changes its order below ten
-rows and is half as fast on some processors.)
+Where `is_exact`, the C kernels or oneDNN compute the products. oneDNN sums in the same order for two or more
+rows and any number of threads, so a single row is computed as two equal rows. (MKL, torch's default, sums in
+another order below ten rows, and is half as fast on some processors.)
 """
 
 import functools
@@ -72,7 +72,7 @@ _TYPICAL_ROWS = 256
 
 
 def matmul(x: Tensor, weight: Tensor, precision: Precision = "float32") -> Tensor:
-    """Compute x @ weight.T of float[N, I] and float[O, I], where `is_exact` in a fixed order of summation."""
+    """Compute x @ weight.T of float[N, I] and float[O, I]. Where `is_exact`, sums have a fixed order."""
     if precision == "bfloat16":
         if is_native(x) and weight.shape[1] % 2 == 0:
             return ops.linear(x, ops.pack_weight(weight, None, "bfloat16", temporary=True))
@@ -122,19 +122,19 @@ class _Linear(torch.autograd.Function):
         grad_x = gradient_matmul(grad, weight.t(), precision) if needs_x else None
         if not needs_weight:
             return grad_x, None, None
-        # oneDNN copies its first operand, so the narrower matrix comes first.
+        # oneDNN copies its first operand, so put the smaller matrix first.
         if weight.shape[0] < weight.shape[1] or is_mkl_faster(grad.t(), x.t()):
             return grad_x, gradient_matmul(grad.t(), x.t(), precision), None
         return grad_x, gradient_matmul(x.t(), grad.t(), precision).t(), None
 
 
 def _rounds_on_gpu(x: Tensor, precision: Precision) -> bool:
-    """Return whether a GPU computes the product of bfloat16 factors, which are rounded once."""
+    """Return whether a GPU computes the product. The factors are then rounded once, before it."""
     return precision == "bfloat16" and x.device.type == "cuda"
 
 
 def _fits_tiles(grad: Tensor, weight: Tensor) -> bool:
-    """Return whether tiles can compute the gradients, whose sums are over rows and outputs."""
+    """Return whether tiles can compute the gradients: they sum over rows and outputs in multiples of 32."""
     return is_native(grad) and not (len(grad) % 32 or len(weight) % 32) and ops.has_tiles()
 
 

@@ -1,15 +1,16 @@
 """The gated delta rule and short convolutions (Gated DeltaNet; Yang et al., arXiv 2412.06464).
 
-A head keeps a matrix S, float32[Dk, Dv]. Each token multiplies S by a decay, then moves the result of S for
-the token's key towards the token's value:
+A head keeps a state, the matrix S float32[Dk, Dv]. Each token multiplies S by the decay a, and then, with
+strength b, changes S so that S^T k, the value stored under the token's key k, moves towards its value v:
 
     S <- a S;   S <- S + b k (v - S^T k)^T;   out = S^T q
 
 Prefill, decoding and training all compute one token after the other, so a token has the same bits in all of
 them. This costs little: the C kernels keep S in the processor's cache, and a token takes a few percent of the
-time of its projections. Elsewhere torch computes the sequences of a batch in parallel.
+time of its projections. Without the C kernels, torch computes the sequences of a batch in parallel.
 
-N tokens, H heads, which share KH heads of queries and keys evenly, S sequences, C channels, K taps.
+N tokens, H value heads, KH query and key heads (H is a multiple of KH), S sequences, C channels, K width of
+the convolution (taps).
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def convolve(x: Tensor, before: Tensor, taps: Tensor, weight: Tensor) -> Tensor:
     Args:
         x: float[N, C].
         before: float[rows, C], inputs before those of `x`, without gradient.
-        taps: int64[N, K], the rows that each token reads, its own last; rows from N on are those of `before`.
+        taps: int64[N, K], the rows that each token reads, its own last; from N on, the rows of `before`.
         weight: float[C, K].
     """
     if is_native(x):
@@ -91,9 +92,9 @@ class Pieces:
     """Parts of sequences, each of which continues another part or begins a sequence.
 
     Args:
-        rows: int64[P, 4] on the CPU. For each piece: its first token, its number of tokens, the row of its
-            first state (-1 for zeros), and the row of its last state. A piece follows the one that it
-            continues.
+        rows: int64[P, 4] on the CPU. For each piece: its first token, its number of tokens, the row of the
+            state before it (-1 for zeros), and the row of the state after it. A piece comes after the piece
+            that it continues.
     """
 
     def __init__(self, rows: Tensor, device: torch.device) -> None:
@@ -127,7 +128,7 @@ class _Wave:
         self.begins, self.ends = begins.to(device), ends.to(device)
 
     def first_states(self, states: Tensor) -> Tensor:
-        """Return the first states [S, H, Dk, Dv]."""
+        """Return the states [S, H, Dk, Dv] before the pieces."""
         return states[self.begins.clamp(min=0)].masked_fill_((self.begins < 0)[:, None, None, None], 0.0)
 
     def split_steps(self, inputs: DeltaInputs) -> list[DeltaInputs]:
@@ -142,7 +143,10 @@ class _Wave:
         return [DeltaInputs(*step) for step in steps]
 
     def add_steps(self, to: Tensor, steps: list[Tensor]) -> None:
-        """Write values [S, ...] of each step to the rows of their tokens, summed over shared heads."""
+        """Write values [S, ...] of each step to the rows of their tokens in `to`.
+
+        Gradients of queries and keys are summed over the value heads that share them.
+        """
         real = ~self.padding
         values = torch.stack(steps, dim=1)[real]
         to[self.tokens[real]] = values.view(len(values), *to.shape[1:-1], -1, to.shape[-1]).sum(-2)
@@ -250,7 +254,8 @@ def _steps_backward(
 class PackedRecurrence:
     """Recurrent layers over concatenated sequences, each of which may continue a prefix of another.
 
-    A prefix is computed once. A sequence can continue it from any position, and starts from the state there.
+    A prefix is computed once. A sequence can continue the prefix from any position, and starts with its state
+    there.
 
     Args:
         spans: int64[S, 4], start, length, start of the prefix and length of the prefix of each sequence. They

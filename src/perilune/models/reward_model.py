@@ -19,7 +19,7 @@ from perilune.models.text.tokenizer import Tokenizer
 
 
 class RewardModel(Decoder):
-    """A decoder without a language model head, and `score`, a linear map of the last hidden state."""
+    """A decoder with a linear map of the last hidden state, `score`, in place of the language model head."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config.replace(tie_word_embeddings=True))

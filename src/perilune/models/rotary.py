@@ -9,7 +9,7 @@ from perilune.models.config.rope import LinearScaling, Rope, YarnScaling
 
 
 def inverse_frequencies(rope: Rope, size: int) -> Tensor:
-    """Return float32[size / 2]: the rotation of each pair of a head in radians per token."""
+    """Return float32[size / 2]: by how many radians per token each pair of a head rotates."""
     exponents = torch.arange(0, size, 2, device="cpu").float() / size
     frequencies = 1.0 / (rope.theta**exponents)
     scaling = rope.scaling

@@ -1,7 +1,8 @@
 """Scratch buffers for large temporary tensors that are created many times per step.
 
-Allocating and freeing tensors of many sizes fragments glibc's heap: with an adapter, the holes took more
-memory than all live tensors. So each thread keeps one buffer per purpose, of the size of the largest request.
+Allocating and freeing tensors of many sizes fragments glibc's heap: when training an adapter, the gaps took
+more memory than all live tensors. So each thread keeps one buffer per purpose, which grows to the largest
+requested size.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""The models in the home: those that `perilune model fetch` keeps by name, and converted GGUF files.
+"""The models in the home: models that `perilune model fetch` has downloaded, and converted GGUF files.
 
-Each is a Hugging Face folder with a file source.json, which records the model's origin. A folder is built
-under another name and renamed when it is complete, so an interruption never leaves an incomplete model.
+Each model is a Hugging Face folder with a file source.json, which records its origin. A folder is built under
+a temporary name and renamed when it is complete, so an interruption never leaves an incomplete model.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ from perilune.terminal import escape_control
 
 SOURCE = "source.json"
 GGUF_SUFFIX = ".gguf"
-_CONVERTER_VERSION = 1  # increase it when conversion gives other files, so that old ones are not reused
+_CONVERTER_VERSION = 1  # increase it when the converter writes other files, so that old ones are not reused
 _GGUF_PREFIX = "gguf-"  # of the names of converted GGUF files
 _READ_ONLY = 0o444  # lets bundles hard-link the files
 
@@ -65,7 +65,9 @@ def remove_model(name: str) -> StoredModel:
     model = find_stored_model(name)
     if model is None:
         raise RequestError(
-            f"no model {name} in the home", where=str(models_folder()), remedy="perilune model list"
+            f"no model {name} in the home",
+            where=str(models_folder()),
+            remedy="list the models: perilune model list",
         )
     with _lock_build_folder(model.folder) as building:
         model.folder.rename(building)
@@ -101,7 +103,7 @@ def ensure_gguf_converted(path: Path) -> Path:
     """
     from perilune.models.gguf.header import read_header
 
-    read_header(path)  # refuses other files before they are read to their end
+    read_header(path)  # refuse other files before the digest reads them completely
     digest = sha256_file(path)
 
     def build(folder: Path) -> dict[str, Any]:
@@ -132,7 +134,11 @@ def resolve_model_folder(path: Path) -> Path:
 
 @contextmanager
 def _lock_build_folder(final: Path, *, keep_on_error: bool = False) -> Iterator[Path]:
-    """Lock a folder beside `final` for this process, and delete it at the end."""
+    """Lock the folder in which `final` is built, and delete what is left of it at the end.
+
+    Args:
+        keep_on_error: keep its files after an error, so that the next build can resume.
+    """
     final.parent.mkdir(parents=True, exist_ok=True)
     building = final.with_name(f".{final.name}.partial")
     lock = os.open(final.with_name(f".{final.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)

@@ -1,7 +1,7 @@
 """Inference with transformers for architectures that the decoder does not implement.
 
-It is slower than the decoder and cannot train. It executes no code and reads no pickle of the checkpoint, and
-does not use the network.
+This is slower than the decoder, and such models cannot be trained. Loading executes no code of the
+checkpoint, reads no pickles and does not use the network.
 """
 
 import inspect
@@ -27,8 +27,8 @@ from perilune.models.config.reader import Reader, UnsupportedModelError
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
 
-_DEFAULT_POSITIONS = 2048  # for a model whose configuration names no limit
-_MAX_CAUSE_CHARACTERS = 300  # characters of an error of transformers
+_DEFAULT_POSITIONS = 2048  # for a model whose configuration has no limit
+_MAX_CAUSE_CHARACTERS = 300  # of an error message of transformers
 _LOCAL_FILES: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 _LENGTH_DEPENDENT = {"longrope", "dynamic"}  # rotary scalings that depend on the length of the text
@@ -36,7 +36,7 @@ _LENGTH_DEPENDENT = {"longrope", "dynamic"}  # rotary scalings that depend on th
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The attributes of a configuration that an engine needs; `DecoderConfig` has them too."""
+    """The attributes of a configuration that an engine needs. `DecoderConfig` has the same attributes."""
 
     vocab_size: int
     max_position_embeddings: int
@@ -119,8 +119,8 @@ def load_for_inference(
     except UnsupportedModelError as error:
         model = load_transformers_model(path, device, dtype)
         model.notice = (
-            f"{error.what}: transformers computes it instead, several times slower;"
-            " sampling and scoring work, training does not"
+            f"{error.what}. transformers computes the model instead, several times slower."
+            " Sampling and scoring work, training does not"
         )
     return model, Tokenizer.load(path)
 
@@ -168,7 +168,7 @@ def _load_module(path: Path, config: Any, dtype: torch.dtype, stored: Mapping[st
 
 
 def check_supported(folder: CheckpointFolder) -> None:
-    """Check the config.json of a model for the engine, without its weights and with no warnings.
+    """Check whether the engine can run the model of this config.json with transformers. Weights are not read.
 
     Raises:
         RequestError: when transformers has no such language model, or the engine cannot use it.
@@ -179,7 +179,7 @@ def check_supported(folder: CheckpointFolder) -> None:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Let transformers print neither warnings, among them its report of missing tensors, nor bars."""
+    """Suppress warnings and progress bars of transformers, including its report of missing tensors."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -206,7 +206,7 @@ def _read_config(folder: CheckpointFolder) -> tuple[Any, Mapping[str, Any]]:
     except Exception as error:  # a hostile config.json can raise anything in transformers
         raise _load_error(error, folder.path) from None
     if not supported:
-        raise _load_error(f"{raw['model_type']} is not a language model there", folder.path)
+        raise _load_error(f"{raw['model_type']} is not a causal language model", folder.path)
     return config, raw
 
 
@@ -263,7 +263,7 @@ def _read_shape(config: Any, raw: Mapping[str, Any], folder: CheckpointFolder) -
         raise RequestError(what, where=str(folder.path / "config.json"))
     heads = getattr(text, "num_attention_heads", None)
     if not heads:
-        what = f"a {raw['model_type']} model has no attention heads, and the engine caches keys and values"
+        what = f"a {raw['model_type']} model has no attention heads, but the engine needs keys and values"
         raise RequestError(what, where=str(folder.path), remedy="use a model with attention in every layer")
     recurrent = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION)
     if recurrent:
@@ -287,17 +287,18 @@ def _read_shape(config: Any, raw: Mapping[str, Any], folder: CheckpointFolder) -
 
 
 def _largest_value(config: Any, name: str) -> int | None:
-    """Return a value of the configuration: the largest one if layers differ."""
+    """Return a value of the configuration; the largest value if layers differ, None if there is none."""
     layers = getattr(config, "per_layer_config", None) or [config]
     values = [value for layer in layers if isinstance(value := getattr(layer, name, None), int)]
     return max(values, default=None)
 
 
 def _max_positions(config: Any) -> int:
-    """Return the tokens of the longest text.
+    """Return the maximum number of tokens of a text.
 
     Some rotary scalings change the angles of all positions once a text exceeds the original length. Cached
-    keys are then wrong, and scoring a text differs from sampling it. So the original length is the limit.
+    keys would then be wrong, and scoring a text would differ from sampling it. So the original length is the
+    limit.
     """
     longest = getattr(config, "max_position_embeddings", None) or _DEFAULT_POSITIONS
     ropes = getattr(config, "rope_parameters", None) or {}

@@ -1,12 +1,13 @@
 """Decoding over a paged cache on a GPU in Triton: storing one token of each sequence, and its attention.
 
-Each program computes `PART` keys of a sequence (split-K, as in Flash-Decoding: Dao et al., 2023) with a
+Each program attends to `PART` keys of a sequence (split-K, as in Flash-Decoding: Dao et al., 2023) with a
 running softmax (Milakov and Gimelshein, 2018). A second kernel merges the parts. Query heads that share a
 key-value head are computed together, so each key and value is read once.
 
-**The bits of a row depend on that row alone.** Parts begin at fixed positions and have a fixed size; their
-number varies. Within a part, keys come in fixed tiles, and parts are merged in groups of a fixed size. So the
-other rows, the width of the table and the number of programs do not change the order of any sum.
+**The bits of a row depend on that row alone.** Parts begin at fixed positions and have a fixed size; only
+their number varies. Within a part, keys are processed in tiles of fixed size, and parts are merged in groups
+of a fixed size. So other rows, the width of the table and the number of programs do not change the order of
+any sum.
 
 Importing this module requires Triton. If TRITON_INTERPRET=1 is set before, the kernels run slowly on a CPU,
 which the tests use.
@@ -27,10 +28,10 @@ from perilune.models.memory import BLOCK
 PART = 256
 """Keys in a part."""
 
-_TILE_BYTES = 1 << 14  # bytes of keys read at a time; every GPU has room for two tiles and the next two
+_TILE_BYTES = 1 << 14  # bytes of keys read at a time; shared memory holds two tiles and the next two
 _PARTS_PER_MERGE = 16
 _LOG2_E = 1.4426950408889634
-# These change from step to step; compile once for all values.
+# Arguments that change from step to step: compile once for all values.
 _VARYING = ["table_stride", "position_stride", "parts"]
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """The interpreter cannot multiply bfloat16, so factors become float32, in which products are exact."""
@@ -80,7 +81,7 @@ def attend(
     Args:
         q: float[S, H, D], the last two axes contiguous; H is a multiple of KV.
         tables, positions: as for `store`.
-        window: a query sees its own token and the window - 1 before it, or all before it if None.
+        window: number of tokens that a query sees, including its own; None for all preceding tokens.
 
     Returns:
         float[S, H, D] in the dtype of `q`.

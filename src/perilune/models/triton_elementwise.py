@@ -1,10 +1,10 @@
 """Norms, rotary embeddings and gated activations on a GPU in Triton, forward and backward.
 
 torch's own kernels read and write memory several times for each of these functions, which takes longer than
-the products between them. These kernels read each input and write each result once. They compute in float32,
-whatever the dtype of tensors. **The bits of a row depend on that row alone**: a row lies in one program, and
-the layout of a program depends on the size of a row. The gradient of a norm's weight is summed in fixed
-chunks of rows, so it is the same in every run.
+the matrix products between them. These kernels read each input and write each result once. They compute in
+float32, whatever the dtype of tensors. **The bits of a row depend on that row alone**: one program computes a
+whole row, and its layout depends only on the size of a row. The gradient of a norm's weight is summed in
+fixed chunks of rows, so it is the same in every run.
 
 Importing this module requires Triton. If TRITON_INTERPRET=1 is set before, the kernels run slowly on a CPU,
 which the tests use.
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from perilune.models.native.ops import ACTIVATIONS, Activation
 
-_TILE = 2048  # elements of a program
+_TILE = 2048  # elements that a program computes
 _PROGRAMS = 512  # programs of the backward pass of a norm; each sums the weight's gradient over its rows
-_VARYING = ["count", "chunk"]  # change from step to step; compile once for all values
+_VARYING = ["count", "chunk"]  # arguments that change from step to step: compile once for all values
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

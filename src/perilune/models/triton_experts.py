@@ -1,7 +1,7 @@
 """The products of a mixture of experts on a GPU in Triton, in one launch for all experts.
 
-Each program computes some outputs of one expert for all of its tokens. In decoding, each weight is read
-once. The grid depends only on sizes, as a CUDA graph requires.
+Each program computes some outputs of one expert for all tokens of this expert. In decoding, each weight is
+read once. The grid depends only on sizes, as a CUDA graph requires.
 
 Importing this module requires Triton; see `triton_attention` for its interpreter.
 """
@@ -14,9 +14,9 @@ from torch import Tensor
 from perilune.models.grouped_experts import ExpertGroups, StackedWeight
 from perilune.models.triton_attention import IS_INTERPRETED, product
 
-_COLUMNS = 64  # outputs of a program
-_DEPTH_BYTES = 128  # bytes of each row and of each output's weights that are read at a time
-_ROWS = 16, 64  # tokens that are computed at a time when experts have few tokens, and when they have many
+_COLUMNS = 64  # outputs that a program computes
+_DEPTH_BYTES = 128  # bytes of each row that are read at a time
+_ROWS = 16, 64  # tokens that are computed at a time, for experts with few tokens and with many
 
 
 def grouped_product(x: Tensor, weight: StackedWeight, groups: ExpertGroups) -> Tensor:

@@ -1,1 +1,1 @@
-"""LoRA adapters: training them and their files."""
+"""LoRA adapters: training and files."""

@@ -3,8 +3,8 @@
     adapter_config.json          rank r, alpha, the names of the linear maps
     adapter_model.safetensors    base_model.model.NAME.lora_A.weight [r, I], ....lora_B.weight [O, r]
 
-An adapter is untrusted: it must be safetensors, and it is compared with the model before it is used. Perilune
-writes a third file, base.json, which identifies the base that the adapter was trained on.
+An adapter is untrusted: its tensors must be in safetensors, and are compared with the model before they are
+used. Perilune writes a third file, base.json, which identifies the base that the adapter was trained on.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
 
 _WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-FOLDER = "adapter"  # inside the folder of a checkpoint with the adapter merged
+FOLDER = "adapter"  # subfolder of a checkpoint with the adapter merged, which has the adapter alone
 _KEY = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<part>[AB])\.weight")
 _DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
 _BASE = "base.json"  # storage of the frozen weights, and their checksum
@@ -51,9 +51,9 @@ class Adapter:
     """Low-rank additions to linear maps.
 
     Attributes:
-        pairs: A float[r, I] and B float[O, r] by the name of the map, "model.layers.0.self_attn.q_proj".
-        scale: factor of the addition B A x.
-        base: storage of the base during training, and its checksum; empty when unknown.
+        pairs: A float[r, I] and B float[O, r] by name of the map, such as "model.layers.0.self_attn.q_proj".
+        scale: factor s of the addition s B A x.
+        base: storage kind of the base during training and its checksum, as "KIND CHECKSUM"; "" if unknown.
     """
 
     pairs: Mapping[str, tuple[Tensor, Tensor]]
@@ -76,9 +76,12 @@ class Adapter:
 
     @classmethod
     def read(cls, folder: Path, content: Callable[[Path], bytes | None]) -> Adapter:
-        """Read a folder whose files `content` reads; it returns None for a missing file.
+        """Read a folder.
 
         The tensors are copies, so later writes to the files do not change them.
+
+        Args:
+            content: reads a file of the folder; returns None if it is missing.
 
         Raises:
             RequestError: as `load`.
@@ -106,7 +109,7 @@ class Adapter:
             raise RequestError(f"{unpaired[0]} has only one of lora_A and lora_B", where=str(weights))
         pairs = {name: (parts["A"], parts["B"]) for name, parts in halves.items()}
         if not all(torch.isfinite(b * scale).all() for _, b in pairs.values()):
-            raise RequestError("lora_alpha makes entries that are not finite", where=str(config_file))
+            raise RequestError("B times its scale (lora_alpha) is not finite", where=str(config_file))
         base = content(folder / _BASE)
         return cls(
             pairs, scale, "" if base is None else _parse_base(parse_json(base, folder / _BASE), folder)
@@ -145,8 +148,8 @@ class Adapter:
         """Check that the adapter fits `decoder`.
 
         Raises:
-            RequestError: naming the map that does not fit; or when the adapter was trained on other weights
-                than the decoder's.
+            RequestError: when a map does not fit, naming the map, or when the adapter was trained on other
+                weights than the decoder's.
         """
         maps = dict(layer_linear_maps(decoder))
         for name, (a, b) in self.pairs.items():
@@ -165,7 +168,7 @@ class Adapter:
             )
 
     def attach(self, decoder: Decoder) -> None:
-        """Continue training: freeze `decoder` and train these A and B beside its weights.
+        """Prepare `decoder` for continued training of this adapter: freeze its weights, and add A and B.
 
         Raises:
             RequestError: as `check`.
@@ -174,7 +177,7 @@ class Adapter:
         attach_adapter_pairs(decoder, self.pairs, self.scale)
 
     def merge(self, decoder: Decoder) -> Decoder:
-        """Return a plain decoder with this adapter merged. The base is stored as it was during training.
+        """Return a plain decoder with this adapter merged into the base, stored as during training.
 
         Raises:
             RequestError: as `check`.
@@ -189,8 +192,9 @@ class Adapter:
 def save_policy(path: Path, decoder: Decoder, tokenizer: Tokenizer) -> None:
     """Write a Hugging Face folder of the policy with its adapter merged, and the adapter alone in `adapter/`.
 
-    The folder loads like any other. Programs that have the base need only the adapter. A policy with bfloat16
-    products is written as its engine samples from it: matrices and embeddings in bfloat16.
+    The folder loads like any other checkpoint. Programs that have the base need only the adapter. A policy
+    with bfloat16 products is written with the weights that the engine samples with: matrices and embeddings
+    are bfloat16.
     """
     precision = decoder.precision
     if adapter_pairs(decoder):
@@ -251,7 +255,7 @@ def _rank_and_scale(config: object, where: str) -> tuple[int, float]:
             raise RequestError(f"{key} is not implemented", where=where)
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        what = f"r must be a whole number above 0 and lora_alpha a number: r {rank!r}, lora_alpha {alpha!r}"
+        what = f"r is {rank!r} and lora_alpha is {alpha!r}, not an integer above 0 and a number"
         raise RequestError(what, where=where)
     try:
         return rank, float(alpha / (rank**0.5 if config.get("use_rslora") else rank))

@@ -1,9 +1,9 @@
 """Low-rank adaptation (LoRA; Hu et al., arXiv 2106.09685): a frozen matrix W and a trained addition s B A.
 
-Every product computes the merged matrix W + s (B A) from W and does not keep it. So the trained policy
-equals, bit for bit, the merged policy that is sampled, saved and served. The usual W x + s B (A x) rounds
-differently, and sampler and learner would disagree. Merging takes r / N of the time of a product of N rows.
-No gradient has the size of W:
+Every product computes the merged matrix W + s (B A) and discards it afterwards. So the trained policy equals,
+bit for bit, the merged policy that is sampled, saved and served. The usual W x + s B (A x) rounds
+differently, so that sampler and learner would disagree. Merging takes r / N of the time of a product of N
+rows. No gradient has the size of W:
 
     dx = dy (W + s B A);   dB = s dy^T (x A^T);   dA = s (dy B)^T x
 
@@ -36,7 +36,7 @@ BaseKind = Literal["float32", "bfloat16", "int8"]
 
 A, B = "lora_A", "lora_B"
 _SCALES = "scales"  # buffer of a linear map whose weight is int8
-_SEED_STREAM = 0x10FA  # separates the random numbers of A from others of the same seed
+_SEED_STREAM = 0x10FA  # separates the random numbers of A from other uses of the same seed
 
 
 class MergedProjection(Projection):
@@ -81,7 +81,7 @@ class MergedProjection(Projection):
         write_float32(part, out)
         if pair := get_pair(part):
             a, b = pair
-            # The same kernel as other products, so that sums over the rank have the same order everywhere.
+            # `matmul`, so that the sum over the rank has the same order everywhere.
             out.add_(matmul(b * self.scale, a.t()))
 
 
@@ -142,10 +142,10 @@ def attach_adapter_pairs(decoder: Decoder, pairs: Mapping[str, tuple[Tensor, Ten
 
 
 def base_kinds(decoder: Decoder, kind: BaseKind) -> dict[str, NarrowKind]:
-    """Return the storage of each matrix in a base of this `kind`, by parameter; {} for float32.
+    """Return the storage of each matrix in a base of this `kind`, by name of the parameter; {} for float32.
 
-    Linear maps of layers become `kind`. Embedding and head stay in bfloat16 at least, because their rounding
-    matters most. Routers, norms and biases are unchanged.
+    Linear maps of layers are stored as `kind`. Embedding and head are bfloat16 even if `kind` is int8,
+    because their rounding matters most. Routers, norms and biases are unchanged.
 
     Raises:
         RequestError: for a model whose experts share tensors.
@@ -265,7 +265,7 @@ def merge_adapter(decoder: Decoder, device: torch.device | None = None) -> Decod
 
 
 def install_merged_projections(decoder: Decoder, scale: float = 0.0) -> None:
-    """Replace projections by `MergedProjection` where a matrix is narrow or has an A and a B."""
+    """Replace projections with a narrow matrix, or with A and B, by `MergedProjection`s with this scale."""
 
     def is_special(part: nn.Linear | nn.Embedding | ExpertLinear) -> bool:
         return bool(get_pair(part)) or part.weight.dtype != decoder.dtype

@@ -24,7 +24,7 @@ def card_document(card: ModelCard, *, context: int, batch: int, item_bytes: int)
     if context > card.max_positions:
         notes.append(f"the model supports sequences of at most {card.max_positions:,} tokens")
     if any(layer.mixer.window for layer in card.layers):
-        notes.append("the memory includes the tokens behind a window, which the engine's cache also holds")
+        notes.append("the memory includes tokens outside windows that the engine's cache still holds")
     return {
         "model_type": card.model_type,
         "parameters": card.parameters,

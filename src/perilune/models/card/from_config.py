@@ -1,8 +1,8 @@
 """Read any Hugging Face config.json as a `ModelCard`.
 
-The keys that are present describe the model: `kv_lora_rank` means latent attention, a number of experts a
-mixture of experts, and `layer_types` has the kind of each layer. The model's family (`config.families`) has
-defaults for missing keys. An unknown family is read like Llama, and the card notes that.
+The keys in the file describe the model: `kv_lora_rank` means latent attention, a number of experts means a
+mixture of experts, and `layer_types` has the kind of each layer. Missing keys have the defaults of the
+model's family (`config.families`). An unknown family is read like Llama, which the card notes.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def model_card(raw: Mapping[str, Any], *, where: str = "config.json") -> ModelCard:
-    """Read the card of a model from its config.json, or of the language model when it has several models.
+    """Read the card of a model from its config.json; for a multimodal model, the card of its language model.
 
     Raises:
         RequestError: when a number is missing or out of range, naming file and key.
@@ -36,7 +36,7 @@ def model_card(raw: Mapping[str, Any], *, where: str = "config.json") -> ModelCa
     if not isinstance(kind, str) or raw.get("is_encoder_decoder"):
         raise Reader(raw, where).wrong("model_type", "give the config.json of a decoder-only language model")
     if kind not in FAMILIES:
-        notes.append(f"{kind} is not a family known here: read like Llama, so that figures are estimates")
+        notes.append(f"the family {kind} is unknown and read like Llama, so the numbers are estimates")
     if outer.get("quantization_config") is not None:
         notes.append("the checkpoint is quantized; bytes are those of the requested dtype")
     return _ModelReader(raw, where, FAMILIES.get(kind, Family())).card(kind, tuple(notes))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 STATE_INTERVAL = 64
 """Tokens between recurrent states that are kept for the gradient; the backward pass recomputes the others."""
 
-_SCORES = 512  # most attention scores per query kept for the gradient; longer rows are recomputed
+_SCORES = 512  # maximum number of attention scores per query kept for the gradient; others are recomputed
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class Mixer(ABC):
     """The part of a layer that combines the tokens of a sequence.
 
     Attributes:
-        parameters: of the projections, with their biases and norms.
-        heads: query heads; in linear attention value heads, each with its own state.
+        parameters: number of parameters of the projections, with their biases and norms.
+        heads: number of query heads; in linear attention, of value heads, each of which has a state.
     """
 
     parameters: int
@@ -53,7 +53,7 @@ class Mixer(ABC):
         """Return the FLOPs of a token with `tokens` in the cache, without products with parameters."""
 
     def flops_uncached(self, tokens: float) -> float:
-        """Return the same without a cache, as in training."""
+        """Return the FLOPs of a token that attends to `tokens` tokens without a cache, as in training."""
         return self.flops(tokens)
 
     @abstractmethod
@@ -135,7 +135,7 @@ class LinearAttention(Mixer):
     Attributes:
         kind: its name, for example "gated delta net" (Yang et al., arXiv 2412.06464).
         key_size, value_size: the state of a head is [key_size, value_size].
-        convolution: elements that short convolutions keep for one sequence.
+        convolution: number of elements that the short convolutions keep for one sequence.
     """
 
     kind: str
@@ -168,8 +168,8 @@ class FeedForward:
     Attributes:
         expert_parameters: parameters of one expert, or of the network when there are no experts.
         inner_size: inner width of one expert.
-        experts, experts_per_token: all experts, and those that compute one token.
-        shared_experts: experts that compute every token, in units of `inner_size`.
+        experts, experts_per_token: number of all experts, and of those that compute one token.
+        shared_experts: inner width of the experts that compute every token, in units of `inner_size`.
         shared_parameters: parameters of shared experts, router and gates.
     """
 

@@ -23,11 +23,11 @@ class ModelCard:
 
     Attributes:
         model_type: the family, as in config.json.
-        layers: from the embedding to the head.
+        layers: the layers in order.
         tied: whether the head and the embedding are one table.
         other_parameters: parameters of the final norm, of learned positions and of the head's bias.
-        max_positions: tokens of the longest sequence that the model supports.
-        notes: caveats for readers of the numbers.
+        max_positions: number of tokens of the longest sequence that the model supports.
+        notes: limitations of the numbers.
     """
 
     model_type: str
@@ -41,7 +41,7 @@ class ModelCard:
 
     @property
     def table_parameters(self) -> int:
-        """Number of parameters of the embedding or of the head, V d."""
+        """Number of parameters V d of the embedding, which is also that of the head."""
         return self.vocab_size * self.hidden_size
 
     @property
@@ -71,15 +71,16 @@ class ModelCard:
         return self.cache_bytes(tokens, item_bytes) / tokens
 
     def decode_flops(self, tokens: int) -> float:
-        """Return the FLOPs of one token with `tokens` in the cache, including itself.
+        """Return the FLOPs to compute one token that attends to `tokens` tokens, including itself.
 
-        Each active parameter counts 2, a multiplication and an addition. The embedding look-up counts 0.
+        Each active parameter counts as 2 FLOPs, a multiplication and an addition. The embedding look-up does
+        not count.
         """
         contexts = ((layer.mixer, min(tokens, layer.mixer.window or tokens)) for layer in self.layers)
         return self._dense_flops + sum(mixer.flops(count) for mixer, count in contexts)
 
     def training_flops(self, tokens: int) -> float:
-        """Return the mean FLOPs to train on one token of a sequence of `tokens`: 3 times forward."""
+        """Return the mean FLOPs to train on one token of a sequence of `tokens`: 3 times the forward pass."""
         contexts = ((layer.mixer, mean_context(tokens, layer.mixer.window)) for layer in self.layers)
         return 3 * (self._dense_flops + sum(mixer.flops_uncached(count) for mixer, count in contexts))
 
@@ -102,7 +103,7 @@ class ModelCard:
         return round(item_bytes * (elements + 0.5 * max(layers)))
 
     def layer_bytes(self, tokens: int, item_bytes: float) -> int:
-        """Return the same for the largest layer alone."""
+        """Estimate the activation bytes per token of the largest layer alone."""
         return round(item_bytes * max(self._layer_activations(tokens)))
 
     def _layer_activations(self, tokens: int) -> list[int]:
@@ -113,7 +114,7 @@ class ModelCard:
         ]
 
     def variants(self) -> list[tuple[str, str]]:
-        """Return runs of equal layers in order, as ("0-3", "GQA 16/8 heads of 128; feed-forward 3,072")."""
+        """Return runs of equal layers in order: ("0-3", "GQA 16/8 heads of 128; feed-forward 3,072"), ..."""
         runs, start = [], 0
         for name, group in groupby(layer.name for layer in self.layers):
             end = start + len(list(group))

@@ -1,4 +1,4 @@
-"""A checksum of weights that is cheap enough for every step and runs on their device."""
+"""A checksum of weights that is cheap enough to compute in every step, on the device of the weights."""
 
 import hashlib
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def checksum(state: Mapping[str, Tensor]) -> str:
     """Return 16 hex digits over the name, shape and sum of each tensor, summed as integers modulo 2^64.
 
-    Any update of the weights changes the checksum. It detects mix-ups of versions, not forgery.
+    Updates of the weights practically always change the checksum. It detects mixed-up versions, not forgery.
     """
     names = sorted(state)
     sums = torch.stack([_bits(state[name]) for name in names]).tolist() if names else []

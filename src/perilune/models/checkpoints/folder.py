@@ -25,7 +25,7 @@ class CheckpointFolder:
                 remedy="check the path; a run is named EXPERIMENT/STAGE, as in perilune runs",
             )
         self.path = path
-        # A snapshot in the Hugging Face cache is made of links to the blobs beside it.
+        # The files of a snapshot in the Hugging Face cache are links into `blobs`, beside `snapshots`.
         inside = path.parent.parent if path.parent.name == "snapshots" else path
         self._root = inside.resolve()
 
@@ -73,7 +73,7 @@ class CheckpointFolder:
         return tuple(dict.fromkeys(end for read in readers for end in read.integers("eos_token_id")))
 
     def weight_files(self) -> list[Path]:
-        """Return the safetensors files: the single one, which transformers prefers, or the indexed ones."""
+        """Return the safetensors files: the single file, which transformers prefers, or the indexed files."""
         if not self.file(WEIGHTS).exists() and self.file(_INDEX).exists():
             where = str(self.path / _INDEX)
             index = read_json(self.file(_INDEX))

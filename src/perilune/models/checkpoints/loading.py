@@ -1,7 +1,7 @@
 """Load and save Hugging Face folders: config.json, safetensors and the tokenizer.
 
-A checkpoint is untrusted. Loading executes nothing in it: weights must be safetensors, names and shapes are
-compared with the configuration before memory is allocated, and no file outside the folder is opened.
+A checkpoint is untrusted. Loading executes none of its content: weights must be in safetensors. Names and
+shapes are compared with the configuration before memory is allocated. No file outside the folder is opened.
 """
 
 import os
@@ -66,7 +66,7 @@ def load_model(
         device: device of the weights, which are float32.
 
     Raises:
-        RequestError: naming the file, and the tensor or key, that is missing, malformed or not implemented.
+        RequestError: when a file, tensor or key is missing, malformed or not implemented, naming it.
     """
     if isinstance(source, str) and source in PRESETS:
         tokenizer = Tokenizer.characters()
@@ -80,7 +80,7 @@ def save_checkpoint(
     """Write a Hugging Face folder. config.json is written last, so a folder that has it is complete.
 
     Args:
-        dtypes: by name of the tensors that are rounded.
+        dtypes: dtypes of the tensors to round, by name. The others keep their dtype.
     """
     dtypes = dtypes or {}
     path.mkdir(parents=True, exist_ok=True)
@@ -113,10 +113,10 @@ def load_checkpoint(
     """Read the model and the tokenizer of a Hugging Face folder.
 
     Args:
-        base: storage of the matrices of a frozen model; each is converted when it is read.
+        base: storage of the matrices of a frozen model. Each matrix is converted when it is read.
 
     Raises:
-        RequestError: naming the file, and the tensor or key, that is missing, malformed or not implemented.
+        RequestError: when a file, tensor or key is missing, malformed or not implemented, naming it.
     """
     tokenizer = load_tokenizer(path)  # before the weights, which may take minutes
     return load_decoder(Decoder, path, device, torch.float32, base), tokenizer
@@ -126,7 +126,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """Read the tokenizer in the folder of a model.
 
     Raises:
-        RequestError: when it or config.json is missing or malformed, and as `Tokenizer.limited`.
+        RequestError: when the tokenizer or config.json is missing or malformed, and as `Tokenizer.limited`.
     """
     config, _ = _read_config(CheckpointFolder(path))
     return Tokenizer.load(path).limited(config.vocab_size)
@@ -162,7 +162,7 @@ def load_decoder(
 
 
 def convert_tensor(old: Tensor, tensor: Tensor, device: str | torch.device, dtype: torch.dtype) -> Tensor:
-    """Convert a tensor from a file to replace `old`: a parameter to `dtype`, a buffer to its own dtype."""
+    """Convert a tensor from a file to replace `old`: a parameter to `dtype`, a buffer to `old.dtype`."""
     if not isinstance(old, nn.Parameter):
         return torch.empty(tensor.shape, device=device, dtype=old.dtype).copy_(tensor)
     weight = torch.empty(tensor.shape, device=device, dtype=dtype).copy_(tensor)
@@ -202,7 +202,7 @@ def _read_config(folder: CheckpointFolder) -> tuple[DecoderConfig, Reader]:
         remedy = "merge it into its base model and save the result: PeftModel.merge_and_unload()"
         parent = folder.path.parent
         if (parent / "config.json").is_file():
-            remedy = f"{parent}, if that is the model with the adapter merged; otherwise {remedy}"
+            remedy = f"give {parent} if it is the model with the adapter merged; otherwise {remedy}"
         raise RequestError("is a LoRA adapter, not a model", where=str(folder.path), remedy=remedy)
     read = folder.config
     config = DecoderConfig.from_hf(read.raw, where=read.where)
@@ -212,7 +212,7 @@ def _read_config(folder: CheckpointFolder) -> tuple[DecoderConfig, Reader]:
 def _drop_mtp(
     stored: dict[str, StoredTensor], config: DecoderConfig, read: Reader
 ) -> dict[str, StoredTensor]:
-    """Remove the layers for multi-token prediction, which follow those of the decoder, and print how many."""
+    """Remove the tensors of multi-token prediction, which the decoder lacks, and print their number."""
     prefixes = ["mtp."] if config.family.linear else []
     if "num_nextn_predict_layers" in config.family.options:
         count = min(read.count("num_nextn_predict_layers", 0, least=0), len(stored))

@@ -1,6 +1,6 @@
-"""Experts that transformers 5 stores in two tensors a layer, read as the matrices of single experts.
+"""Reads the experts of a layer, which transformers 5 stores in two tensors, as one matrix per expert and map.
 
-`gate_up_proj` [E, 2 * I, d] holds the gates and then the other inner outputs; `down_proj` is [E, d, I].
+`gate_up_proj` is [E, 2 * I, d]: the rows of the gate, then those of up. `down_proj` is [E, d, I].
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class _Part(StoredTensor):
 
 
 def unpack_experts(stored: dict[str, StoredTensor], config: DecoderConfig) -> dict[str, StoredTensor]:
-    """Return the tensors with each packed one replaced by the matrices of its experts.
+    """Replace each packed tensor by the matrices of its experts.
 
     Raises:
         RequestError: when a packed tensor has another shape than config.json requires.

@@ -5,7 +5,7 @@
 * FP8 (DeepSeek-V3, arXiv 2412.19437; Qwen3-FP8): numbers E4M3, with a scale for each block of a matrix. The
   product is float32.
 
-The conversion is that of transformers, to the bit.
+The result equals that of transformers, bit for bit.
 """
 
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ _SCALES = {"mxfp4": ("U8",), "fp8": ("F32", "BF16", "F16")}
 
 
 @dataclass(frozen=True, slots=True)
-class QuantisedTensor(StoredTensor):
-    """A tensor that is stored as `values` and `scales`; `name`, `dtype` and `shape` are of the result.
+class QuantizedTensor(StoredTensor):
+    """A tensor that is stored as `values` and `scales`. `name`, `dtype` and `shape` are those of the result.
 
     Attributes:
         block: rows and columns that share a scale in FP8; None in MXFP4.
@@ -78,19 +78,19 @@ def unquantized_tensors(folder: CheckpointFolder) -> dict[str, StoredTensor]:
 
 def _mxfp4(
     name: str, values: StoredTensor, scales: StoredTensor, quantization: Quantization
-) -> QuantisedTensor:
+) -> QuantizedTensor:
     if values.dtype != "U8" or len(values.shape) != 4 or values.shape[3] != _BLOCK // 2:
         raise _scales_error(values, f"U8 of shape [experts, outputs, blocks, {_BLOCK // 2}]")
     _check_scales(scales, values.shape[:3], quantization)
     experts, outputs, blocks, _ = values.shape
-    return QuantisedTensor(
+    return QuantizedTensor(
         name, "BF16", (experts, blocks * _BLOCK, outputs), values.file, values, scales, None
     )
 
 
 def _fp8(
     name: str, values: StoredTensor, scales: StoredTensor, quantization: Quantization
-) -> QuantisedTensor:
+) -> QuantizedTensor:
     if len(values.shape) != 2:
         raise _scales_error(values, "a matrix")
     rows, columns = values.shape
@@ -98,7 +98,7 @@ def _fp8(
     shape = (-(-rows // block[0]), -(-columns // block[1]))
     if quantization.block or scales.numel != 1:
         _check_scales(scales, shape, quantization)
-    return QuantisedTensor(name, "F32", values.shape, values.file, values, scales, block)
+    return QuantizedTensor(name, "F32", values.shape, values.file, values, scales, block)
 
 
 def _check_scales(scales: StoredTensor, shape: tuple[int, ...], quantization: Quantization) -> None:

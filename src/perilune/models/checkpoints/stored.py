@@ -22,16 +22,16 @@ from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
 
-_LOAD_LOCK = threading.RLock()  # prevents a thread from unloading weights that another one uses
+_LOAD_LOCK = threading.RLock()  # prevents a thread from unloading weights that another thread uses
 
 _Slot = tuple[nn.Module, str, Tensor]
 """A module, the name of one of its tensors, and the meta tensor that stands for it while it is on disk."""
 
 
 class StoredDecoder(Decoder):
-    """A decoder that holds its norms and biases, and reads its matrices only inside `in_memory`.
+    """A decoder that keeps norms and biases in memory, and reads its matrices only inside `in_memory`.
 
-    It can be sampled from and scored with through an `Engine`. It cannot be called, trained or saved.
+    An `Engine` can sample from it and score with it. It cannot be called, trained or saved.
 
     Args:
         stored: the tensors in files, by name.
@@ -69,14 +69,14 @@ class StoredDecoder(Decoder):
                     setattr(module, name, meta)
 
     def widened(self) -> StoredDecoder:
-        """Return the decoder with the weights of its files in float32."""
+        """Return a decoder that reads the same files in float32."""
         if self._dtype == torch.float32:
             return self
         stored = {tensor.name: tensor for tensor in self._stored.values()}
         return StoredDecoder(self.config, stored, self._device, torch.float32)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = True) -> Any:
-        """Replace the weights in the files by weights in memory."""
+        """Use these weights in memory instead of those in the files."""
         state = {name: tensor.to(self._device, self._dtype) for name, tensor in state_dict.items()}
         return super().load_state_dict(state, strict=strict, assign=assign)
 

@@ -1,4 +1,4 @@
-"""The tensors in the weight files of a folder: their headers, and reading them in turn."""
+"""The tensors in the weight files of a folder: reading their headers, and reading the tensors one by one."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from torch import Tensor
 from perilune.errors import RequestError
 from perilune.models.checkpoints.folder import CheckpointFolder, pickle_error
 
-_MAX_MAPPED_BYTES = 1 << 26  # bytes
+_MAX_MAPPED_BYTES = 1 << 26  # read bytes after which a file is reopened
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class StoredTensor:
         """Read the tensor from its open file.
 
         Raises:
-            RequestError: when it no longer has the shape of the header.
+            RequestError: when the tensor no longer has the shape of the header.
         """
         tensor: Tensor = opened.get_tensor(self.name)
         if tuple(tensor.shape) != self.shape:

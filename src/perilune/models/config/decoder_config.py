@@ -1,4 +1,4 @@
-"""The shape of a decoder, read from config.json and written to it."""
+"""The configuration of a decoder, read from config.json and written to it."""
 
 from __future__ import annotations
 
@@ -36,17 +36,18 @@ STATE_WINDOW = 2
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """The shape of a decoder-only transformer of one of the `DECODER_FAMILIES`.
+    """The configuration of a decoder-only transformer of one of the `DECODER_FAMILIES`.
 
     Attributes:
         architecture: `model_type` of the family.
-        local_rope: rotary embedding of layers with a window; None when it is `rope`.
+        rope: rotary embedding of the layers.
+        local_rope: rotary embedding of layers with a window, if it differs from `rope`; otherwise None.
         windows: for each layer, the number of tokens that a query sees, or None for all; empty when no layer
             has a window.
         query_pre_attn_scalar: attention scores are divided by its square root; None means the head size.
-        attention_bias: the q, k and v projections have biases, and in most families the o projection.
-        use_qk_norm: queries and keys are normalized, in a family whose models differ in that.
-        mlp_bias: the feed-forward projections have biases.
+        attention_bias: whether the q, k and v projections have biases, and in most families the o projection.
+        use_qk_norm: whether queries and keys are normalized, in families where this is optional.
+        mlp_bias: whether the feed-forward projections have biases.
         logit_softcap: bound c on logits, which become c tanh(logits / c).
         score_softcap: the same on attention scores.
         unrotated: layers without a rotary embedding (NoPE).
@@ -54,10 +55,10 @@ class DecoderConfig:
         experts: the mixture of experts, if any.
         latent: latent attention, if any. A head then has `latent.key_size` and `latent.rotary_size` elements,
             and each query head has its own keys and values.
-        delta: linear attention in some layers, if any.
+        delta: linear attention of some layers, if any.
 
     Raises:
-        RequestError: when the values do not describe a possible model.
+        RequestError: when no model of the family can have these values.
     """
 
     architecture: str
@@ -121,11 +122,13 @@ class DecoderConfig:
             width = rope.width(size)
             partial = rope.fraction != 1 and "partial_rotary_factor" not in self.family.options
             if partial or width % 2 or not 0 < width <= size:
-                raise _invalid_shape(f"rotary embeddings of {rope.fraction:g} of {size} elements")
+                raise _invalid_shape(f"rotary embeddings cannot rotate {rope.fraction:g} of {size} elements")
         if self.local_rope is not None and not self.family.local_rope:
             raise _invalid_shape(f"a {self.architecture} model has no local_rope")
         if any(layer not in range(self.num_layers) for layer in self.unrotated):
-            raise _invalid_shape(f"unrotated layers {self.unrotated} of {self.num_layers}")
+            raise _invalid_shape(
+                f"unrotated names layers {self.unrotated}, but the model has {self.num_layers} layers"
+            )
 
     def _check_experts(self, experts: Experts) -> None:
         _require_no_flaw(experts.find_flaw())
@@ -152,7 +155,10 @@ class DecoderConfig:
         if self.delta is not None:
             _require_no_flaw(self.delta.find_flaw())
             if not set(self.delta.layers) < set(range(self.num_layers)):
-                raise _invalid_shape(f"layers {self.delta.layers} of {self.num_layers} have linear attention")
+                raise _invalid_shape(
+                    f"layers {self.delta.layers} of {self.num_layers} have linear attention, but at least one"
+                    " must have full attention"
+                )
 
     def _check_windows(self) -> None:
         if len(self.windows) != self.num_layers:
@@ -191,7 +197,7 @@ class DecoderConfig:
 
     @property
     def cached_heads(self) -> tuple[int, int]:
-        """The number of keys per token that the engine caches, and their size."""
+        """The number of key heads that the engine caches per token, and the elements of each."""
         if self.latent is not None:
             return 1, self.latent.rank + self.latent.rotary_size
         return self.num_kv_heads, self.head_dim
@@ -226,7 +232,7 @@ class DecoderConfig:
 
     @property
     def query_scale(self) -> float:
-        """Factor of queries besides 1 / sqrt(D)."""
+        """Factor of the queries in addition to 1 / sqrt(D)."""
         if self.multipliers is not None:
             return float(self.multipliers.attention * self.head_dim**0.5)
         return float((self.head_dim / (self.query_pre_attn_scalar or self.head_dim)) ** 0.5)
@@ -417,7 +423,7 @@ def _activation_key(family: Family) -> str:
 
 
 def _activation(family: Family) -> str:
-    """Return the value of that key; transformers names the activation of gpt-oss after what it modifies."""
+    """Return the name of the activation in config.json; the clamped activation of gpt-oss is called silu."""
     return "silu" if family.activation == "clamped" else family.activation
 
 
@@ -454,7 +460,7 @@ def _new_model(
         # Four query heads share a key head: the decoding kernel computes four rows of scores at a time.
         num_kv_heads=num_heads // 4,
         head_dim=32,
-        # For short texts: with the usual base of 10,000 the same cold start takes far more steps.
+        # A base for short texts: with the usual base of 10,000, the same cold start takes far more steps.
         rope=Rope(100.0),
         max_position_embeddings=4096,
         # With 0.02, as in large models, the loss of the tiny preset after 300 steps is 50 times higher.

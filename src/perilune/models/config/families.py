@@ -1,9 +1,9 @@
 """The table of model families.
 
-Everything that differs between models of a family (sizes, windows, rotary bases) is read from config.json.
-The decoder computes the families in `DECODER_FAMILIES`. For the others, the table has what a `ModelCard`
-needs to count parameters, cache and compute; tests compare each count with the model that transformers
-builds.
+Properties in which models of a family differ (sizes, windows, rotary bases) are read from config.json. The
+decoder implements the families in `DECODER_FAMILIES`. For the other families, the table has what a
+`ModelCard` needs to count parameters, cache and compute. Tests compare each parameter count with the model
+that transformers builds.
 """
 
 from collections.abc import Mapping
@@ -85,7 +85,7 @@ _QWEN_3_5_MOE = replace(
     modules={"shared_experts": "shared_expert"},
     defaults={
         **_QWEN_3_5.defaults,
-        "intermediate_size": 512,  # of no layer: all have experts
+        "intermediate_size": 512,  # unused: all layers have experts
         "num_experts": 256,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 512,
@@ -370,12 +370,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
     }
 )
-"""By `model_type`."""
+"""All families, by `model_type`."""
 
 SAME_FAMILY: Mapping[str, str] = MappingProxyType({"kimi_k2": "deepseek_v3"})
-"""Other names of families that the decoder computes; transformers does not know them."""
+"""Values of `model_type` that transformers does not know, with the equal family that it knows."""
 
 DECODER_FAMILIES: Mapping[str, Family] = MappingProxyType(
     {name: family for name, family in FAMILIES.items() if family.hf_class and name not in SAME_FAMILY}
 )
-"""The families that the decoder computes, by `model_type`."""
+"""The families that the decoder implements, by `model_type`."""

@@ -13,36 +13,38 @@ class Family:
     """Properties that all models of a family share. The defaults are Llama's.
 
     Attributes:
-        hf_class: the class in transformers, for config.json; empty if the decoder does not compute it.
-        own_options: see `options`; those that do not follow from other attributes.
+        hf_class: the class in transformers, for config.json; "" if the decoder does not implement the family.
+        own_options: the `options` that do not follow from other attributes.
         activation: the activation of the feed-forward gate; "clamped" is that of gpt-oss, which bounds both
             inputs and adds one to the second.
-        norm_offset: a norm weight w multiplies by 1 + w, so that zero is neutral.
-        scaled_embeddings: embeddings are multiplied by sqrt(hidden_size).
-        pre_norm: the input of attention and feed-forward is normalized.
-        post_norm: the output of attention and feed-forward is normalized before it is added.
-        parallel: attention and feed-forward share one norm and run side by side.
-        norm_vectors: learned vectors per norm: 1, 2 with a bias, or 0.
+        norm_offset: whether a norm weight w multiplies by 1 + w, so that zero is neutral.
+        scaled_embeddings: whether embeddings are multiplied by sqrt(hidden_size).
+        pre_norm: whether the input of attention and feed-forward is normalized.
+        post_norm: whether the output of attention and feed-forward is normalized before it is added.
+        parallel: whether attention and feed-forward share one norm and run in parallel.
+        norm_vectors: number of learned vectors per norm: 1, 2 with a bias, or 0.
         qkv_bias, out_bias, mlp_bias: biases of the attention inputs, attention output and feed-forward.
-        matrices: matrices of a feed-forward network; 3 when it has a gate.
-        qk_norm: queries and keys are normalized before rotation: "head" by head, over the "full" width of all
-            heads, or head by head when the key of this name is true.
-        output_gate: the attention output is gated by as many numbers as there are queries.
-        sinks: each head learns a logit for attending to nothing: in all layers, or in those with a window.
-        windows: layers with a sliding window when `layer_types` is missing: "all"; the "upper" ones, from
-            `max_window_layers` on; "most", all but every n-th, n being `sliding_window_pattern`; or "listed",
-            which refuses such a config.
-        local_rope: layers with a window have a rotary embedding of their own.
+        matrices: number of matrices of a feed-forward network; 3 with a gate, otherwise 2.
+        qk_norm: normalization of queries and keys before rotation: "" for none; "head" for each head alone;
+            "full" over all heads together; or the config.json key that turns on "head".
+        output_gate: whether a gate with one element per query element multiplies the attention output.
+        sinks: layers whose heads learn an attention sink: "all", those with "windows", or "" for none.
+        windows: layers with a sliding window when `layer_types` is missing: "none"; "all"; "upper" for those
+            from `max_window_layers` on; "most" for all but every n-th, where n is `sliding_window_pattern`.
+            With "listed", `layer_types` is required.
+        local_rope: whether layers with a window have a rotary embedding of their own.
         linear: kind of linear attention, in layers that `layer_types` or `full_attention_interval` select.
-        linear_grouped: the inputs of linear attention are stacked by key head, not by kind.
+        linear_grouped: whether the inputs of linear attention are stacked by key head; otherwise by kind.
         router: the function from the router's logits to scores of the experts.
-        correction: each expert has a bias, which is added to its score for the choice but not to its weight.
-        expert_bias: experts and their router have biases.
-        fused_experts: all experts of a layer are one tensor, as in gpt-oss.
-        shared_gate: the shared expert has a gate.
-        names: the family's own names for keys that other families call differently.
-        modules: the family's own names for modules that other families call differently. Modules with the
-            same name are one.
+        correction: whether each expert has a bias that is added to its score for the choice of experts, but
+            not for their weights.
+        expert_bias: whether experts and their router have biases.
+        fused_experts: whether all experts of a layer share one tensor per map, as in gpt-oss.
+        shared_gate: whether the shared expert has a gate.
+        positions: whether the model learns embeddings of positions, as in GPT-2.
+        names: the family's config.json keys that have another name in general, by their general name.
+        modules: the family's modules that have another name in general, by their general name. Modules with
+            the same name are stacked in one module.
         defaults: values that transformers assumes for missing keys, where they differ from the general ones.
     """
 
@@ -78,7 +80,7 @@ class Family:
 
     @property
     def options(self) -> frozenset[str]:
-        """The keys of config.json that the decoder reads and writes besides those of every family."""
+        """The keys of config.json that the decoder reads and writes for this family but not for every one."""
         options = set(self.own_options)
         if isinstance(self.qkv_bias, str):
             options.add(self.qkv_bias)

@@ -24,12 +24,15 @@ class Experts:
     """A mixture of experts in place of the feed-forward network.
 
     Attributes:
+        count, per_token: number of experts, and of those that compute one token.
         intermediate_size: inner width of one expert.
         normalized: whether the weights of a token's experts are scaled to sum to one.
         dense_layers: layers that have a plain feed-forward network instead.
-        shared_size: inner width of the network that computes every token beside its experts; 0 for none.
-        groups: groups of equally many experts. A token's experts are in `groups_per_token` of them, those
-            with the largest sum of their two best scores (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+        shared_size: inner width of the shared expert, which computes every token; 0 for none.
+        groups: number of groups of equally many experts. The experts of a token come from the
+            `groups_per_token` groups with the largest sum of their two best scores (DeepSeek-V3, arXiv
+            2412.19437, section 2.1.2).
+        scale: factor of the weights of a token's experts.
     """
 
     count: int
@@ -48,12 +51,14 @@ class Experts:
         if flaw := find_non_positive(self, sizes, "experts."):
             return flaw
         if self.shared_size < 0:
-            return f"experts.shared_size is {self.shared_size}"
-        if self.count % self.groups or self.groups_per_token > self.groups:
-            return f"{self.count} experts in {self.groups_per_token} of {self.groups} equal groups"
+            return f"experts.shared_size is {self.shared_size}, not 0 or more"
+        if self.count % self.groups:
+            return f"{self.count} experts cannot be divided into {self.groups} equal groups"
+        if self.groups_per_token > self.groups:
+            return f"a token uses {self.groups_per_token} of {self.groups} groups of experts"
         eligible = self.count // self.groups * self.groups_per_token
         if self.per_token > eligible:
-            return f"{self.per_token} of {eligible} experts per token"
+            return f"a token uses {self.per_token} of {eligible} experts"
         return None
 
     def to_hf(self) -> dict[str, Any]:
@@ -81,9 +86,11 @@ class Latent:
     Attributes:
         rank: size of the vector per token from which keys and values are projected.
         rotary_size: size of the rotary part of a query, and of the rotary key that all heads share.
-        key_size, value_size: of one head, without the rotary part.
-        query_rank: size of the vector from which queries are projected; None when it is the input.
-        interleaved: rotations turn pairs of neighbors instead of pairs across the halves of a head.
+        key_size, value_size: sizes of one head, without the rotary part.
+        query_rank: size of the latent vector from which queries are projected; None if they are projected
+            from the input.
+        interleaved: whether a rotation pairs neighboring elements; otherwise it pairs the two halves of a
+            head.
     """
 
     rank: int
@@ -124,9 +131,10 @@ class DeltaRule:
     """Linear attention by the gated delta rule in some layers (`models.delta`).
 
     Attributes:
-        key_heads: heads of queries and keys, each shared by `heads` / `key_heads` value heads.
-        heads: value heads, each with a state [key_size, value_size].
-        taps: tokens that the short convolution before the rule sees, including the current one.
+        layers: the layers with linear attention.
+        key_heads: number of query and key heads, each shared by `heads` / `key_heads` value heads.
+        heads: number of value heads, each with a state [key_size, value_size].
+        taps: width of the short convolution before the rule, in tokens including the current one.
     """
 
     layers: tuple[int, ...]
@@ -211,7 +219,7 @@ def layer_kinds(read: Reader, family: Family, layers: int) -> list[str]:
 
 
 def window_size(read: Reader, family: Family) -> int | None:
-    """Read the number of tokens that a query sees in a layer with a window; None without windows."""
+    """Read the number of tokens that a query sees in layers with a window; None if no layer has one."""
     if "use_sliding_window" in family.defaults and not read.boolean("use_sliding_window", False):
         return None
     return None if read.raw.get("sliding_window") is None else read.count("sliding_window")
@@ -275,10 +283,10 @@ def read_experts(read: Reader, family: Family, layers: int) -> Experts:
 
 
 def is_sparse(read: Reader, layer: int) -> bool:
-    """Return whether a layer of a model with experts has experts.
+    """Return whether a layer of a model with experts has experts; other layers are dense.
 
     Raises:
-        RequestError: when the keys that say so are malformed.
+        RequestError: when one of the keys that select these layers is malformed.
     """
     kinds = read.raw.get("mlp_layer_types")
     if isinstance(kinds, list) and layer < len(kinds):

@@ -12,9 +12,10 @@ class Multipliers:
     """Factors of activations.
 
     Attributes:
-        residual: of the output of attention and feed-forward before it is added to the residual stream.
-        attention: of attention scores, in place of 1 / sqrt(D).
-        logits: logits are divided by it.
+        embedding: factor of the embeddings.
+        residual: factor of the outputs of attention and feed-forward, which are added to the residual stream.
+        attention: factor of attention scores, in place of 1 / sqrt(D).
+        logits: divisor of the logits.
     """
 
     embedding: float = 1.0

@@ -23,10 +23,10 @@ class Quantization:
 
 
 def read_quantization(read: Reader) -> Quantization | None:
-    """Read the quantization of a checkpoint; None when its weights are plain.
+    """Read the quantization of a checkpoint; None if its weights are not quantized.
 
     Raises:
-        RequestError: when it is malformed, or a method that Perilune does not read.
+        RequestError: when the section is malformed, or names a method that Perilune does not read.
     """
     if read.raw.get(KEY) is None:
         return None

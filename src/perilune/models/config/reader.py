@@ -1,4 +1,4 @@
-"""Typed look-ups in an untrusted config.json. Every error names the file and the key."""
+"""Typed lookups in an untrusted config.json. Every error names the file and the key."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Reader:
             return architecture
         text = self.raw.get("text_config")
         inner = text.get("model_type") if isinstance(text, Mapping) else None
-        remedy = f"train a checkpoint of one of: {', '.join(DECODER_FAMILIES)}; others only sample"
+        remedy = f"train a checkpoint of one of: {', '.join(DECODER_FAMILIES)}; others can only be sampled"
         if isinstance(inner, str) and inner in DECODER_FAMILIES:
-            remedy = f"a checkpoint of its text model alone, with model_type {inner}"
+            remedy = f"use a checkpoint of its text model alone, with model_type {inner}"
         raise self.unsupported("model_type", remedy)
 
     def reject(self, key: str, allowed: Any, remedy: str) -> None:
@@ -70,7 +70,7 @@ class Reader:
         """Return an integer from `least` to 2^31, or the default."""
         value = self.integer(key, default)
         if value != default and not least <= value <= _LARGEST:
-            raise self.wrong(key, f"give an integer from {least} on")
+            raise self.wrong(key, f"give an integer from {least} to {_LARGEST}")
         return value
 
     def number(self, key: str, default: float) -> float:
@@ -102,5 +102,5 @@ class Reader:
         value = self.raw.get(key)
         values = [] if value is None else value if isinstance(value, list) else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in values):
-            raise self.wrong(key, "give an integer from 0, or a list of them")
+            raise self.wrong(key, "give an integer of at least 0, or a list of such integers")
         return tuple(values)

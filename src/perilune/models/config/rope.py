@@ -39,16 +39,16 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """Stretches pairs that turn seldom within the original context, keeps those that turn often.
+    """YaRN: stretches pairs with few rotations within the original context, and keeps pairs with many.
 
     Attributes:
-        factor: multiplies the wavelengths of pairs with fewer than `beta_slow` turns.
+        factor: multiplies the wavelengths of pairs with fewer than `beta_slow` rotations.
         original_max_position_embeddings: context length before scaling, in tokens.
-        beta_fast, beta_slow: turns from which a pair is kept, and below which it is stretched fully.
-        mscale, mscale_all_dim: DeepSeek's factors of ln(factor) / 10: of rotated queries and keys (divided by
-            the other one), and of whole queries and keys.
-        attention_factor: multiplies rotated queries and keys; by default computed from the others.
-        truncate: round the bounds of the interpolation to whole pairs.
+        beta_fast: number of rotations from which a pair is kept.
+        beta_slow: number of rotations below which a pair is stretched fully.
+        mscale, mscale_all_dim: DeepSeek's parameters of `rotary_scale` and `score_scale`.
+        attention_factor: multiplies rotated queries and keys; by default computed from the other attributes.
+        truncate: whether the bounds of the interpolation are rounded to whole pairs.
     """
 
     factor: float
@@ -83,10 +83,12 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding of a layer: pair i of R / 2 turns by theta^(-2 i / R) radians per token, scaled.
+    """Rotary embedding of a layer: pair i of R / 2 rotates by theta^(-2 i / R) radians per token, scaled.
 
     Attributes:
-        fraction: share of a head that is rotated: R = fraction * D; the last elements stay.
+        theta: base of the frequencies.
+        scaling: scaling of the frequencies for longer contexts, if any.
+        fraction: share of a head that is rotated, its first R = fraction * D elements.
     """
 
     theta: float

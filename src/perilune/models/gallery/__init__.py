@@ -1,1 +1,1 @@
-"""A gallery of architectures: their size, cost and support, computed from configurations alone."""
+"""A gallery of models: their architecture, size, cost and support, computed from configurations alone."""

@@ -1,4 +1,4 @@
-"""Ideas that tell architectures apart, each with the function of our decoder that implements it."""
+"""Concepts by which architectures differ, each with the function of Perilune's decoder that implements it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,10 +12,13 @@ from perilune.models.config.family import Family
 
 @dataclass(frozen=True, slots=True)
 class Concept:
-    """One idea.
+    """One concept, such as grouped-query attention.
 
     Attributes:
-        code: the function that implements it, as module:qualified.name; empty when our decoder does not.
+        name, title, text: a short name, a full name and an explanation.
+        source: the publication.
+        code: the function that implements the concept, as module:qualified.name; "" if the decoder does not
+            implement it.
     """
 
     name: str

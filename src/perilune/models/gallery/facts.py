@@ -1,4 +1,4 @@
-"""The models of the gallery: shipped configurations with their sources, and those that a user names."""
+"""The models of the gallery: shipped configurations with their sources, and configurations of the user."""
 
 import json
 import tempfile
@@ -24,7 +24,7 @@ from perilune.models.gallery.concepts import find_concepts, is_windowed
 from perilune.models.transformers_model import check_supported
 
 LENGTHS = (1024, 32768, 131072)
-"""Tokens of a sequence for which the gallery computes cache and FLOPs."""
+"""Sequence lengths, in tokens, for which the gallery computes cache and FLOPs."""
 
 _CACHE_ITEM = ITEM_BYTES["bfloat16"]
 
@@ -34,10 +34,10 @@ class Entry:
     """One model.
 
     Attributes:
-        identity: on the Hugging Face hub, or the file of a user's model.
+        identity: the model's id on the Hugging Face hub, or the file of a user's model.
         source: where the configuration was read.
-        config: the content of config.json; shipped ones hold shapes and options only.
-        published: "total" and perhaps "active" parameters as its publisher rounds them, and their "source".
+        config: the content of config.json; for shipped models, only shapes and options.
+        published: "total" and perhaps "active" parameters as rounded by the publisher, and their "source".
     """
 
     name: str
@@ -125,10 +125,10 @@ def group_equal_layers(card: ModelCard) -> list[dict[str, Any]]:
 
 
 def support(config: Mapping[str, Any]) -> dict[str, str | bool]:
-    """Return the support for a model with this config.json, determined by the code that loads checkpoints.
+    """Return how Perilune runs a model with this config.json, determined by the code that loads checkpoints.
 
-    `quantized` is true if Perilune refuses the quantization of the published weights. `runs` then holds for
-    the same model unquantized.
+    `quantized` is true if Perilune refuses the quantization of the published weights. `runs` then describes
+    the unquantized model.
     """
     plain = {key: value for key, value in config.items() if key != QUANTIZATION}
     try:

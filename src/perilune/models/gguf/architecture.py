@@ -1,7 +1,8 @@
 """The configuration and the Hugging Face tensor names of the model in a GGUF file.
 
-llama.cpp writes tensors under names of its own. In files of the architecture "llama" it also interleaves the
-rows of the query and key projections: it rotates neighboring pairs of values, Hugging Face rotates halves.
+llama.cpp writes tensors under its own names. In files of the architecture "llama" it also interleaves the
+rows of the query and key projections, because its rotary embedding pairs neighboring elements. The rotary
+embedding of Hugging Face pairs the two halves of a head.
 """
 
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ _PROJECTIONS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_DERIVED = ("rope_freqs.weight",)  # tensors that the configuration determines
+_DERIVED = ("rope_freqs.weight",)  # tensors that follow from the configuration
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,9 @@ class GgufArchitecture:
     """The format in which llama.cpp writes the models of one family.
 
     Attributes:
-        model_type: of the family in config.json.
-        norms: names of the vectors of a layer; those in `_PROJECTIONS` are common to all families.
-        interleaved: rows of the query and key projections are interleaved.
+        model_type: name of the family in config.json.
+        norms: Hugging Face names of a layer's norms, by GGUF name. `_PROJECTIONS` is common to all families.
+        interleaved: whether the rows of the query and key projections are interleaved.
     """
 
     model_type: str
@@ -80,12 +81,13 @@ def read_architecture(header: GgufHeader) -> GgufArchitecture:
     name = header.text("general.architecture")
     if name not in ARCHITECTURES:
         raise header.error(
-            f"the GGUF architecture {name[:40]!r} is not supported", f"a model of {', '.join(ARCHITECTURES)}"
+            f"the GGUF architecture {name[:40]!r} is not supported",
+            f"use a model with one of {', '.join(ARCHITECTURES)}",
         )
     if header.integer("split.count", 1) > 1:
         raise header.error(
             f"this file is one of {header.integer('split.count')} parts of a model",
-            "llama-gguf-split --merge FIRST_PART OUT.gguf",
+            "merge them: llama-gguf-split --merge FIRST_PART OUT.gguf",
         )
     return ARCHITECTURES[name]
 
@@ -98,7 +100,7 @@ def model_config(header: GgufHeader) -> DecoderConfig:
     """
     kind, prefix = read_architecture(header), header.text("general.architecture")
     if header.integer(f"{prefix}.expert_count", 0):
-        raise header.error("a GGUF file with experts is not supported", "the safetensors checkpoint")
+        raise header.error("a GGUF file with experts is not supported", "use the safetensors checkpoint")
     layers = header.integer(f"{prefix}.block_count")
     if layers > len(header.tensors):
         raise header.error(
@@ -211,7 +213,7 @@ def _rope_scaling(header: GgufHeader, prefix: str) -> dict[str, Any] | None:
     kind = header.text(f"{prefix}.rope.scaling.type", "none")
     if "rope_freqs.weight" in header.tensors:
         raise header.error(
-            "scaled rotary frequencies (rope_freqs) are not supported", "the safetensors checkpoint"
+            "scaled rotary frequencies (rope_freqs) are not supported", "use the safetensors checkpoint"
         )
     if kind == "none":
         return None

@@ -1,7 +1,7 @@
 """Converts a GGUF file to a Hugging Face folder: config.json, safetensors, tokenizer and chat template.
 
 Quantized tensors become float32. Tensors in float32, float16 and bfloat16 keep their type. The conversion
-reads and writes one tensor at a time, so its memory is that of the largest tensor.
+reads and writes parts of one tensor at a time, so it needs little memory.
 """
 
 import json
@@ -18,11 +18,12 @@ from perilune.models.gguf.header import GgufHeader, GgufTensor, read_header
 from perilune.models.gguf.vocabulary import read_tokenizer
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes done and the bytes in all."""
+"""Called with the number of bytes written and the total number."""
 
-_STORED = {"F32": ("F32", 4), "F16": ("F16", 2), "BF16": ("BF16", 2)}  # type in safetensors, bytes a value
+# By GGUF type: the type in safetensors, and bytes per value. Other types are stored as F32.
+_STORED = {"F32": ("F32", 4), "F16": ("F16", 2), "BF16": ("BF16", 2)}
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_ROWS_BYTES = 1 << 26  # of float32 values that are converted at once
+_ROWS_BYTES = 1 << 26  # bytes of float32 values that are converted at once
 
 
 def convert(path: Path, folder: Path, progress: Progress = lambda done, total: None) -> None:
@@ -70,7 +71,7 @@ def _write_weights(
 
 
 def _copy(source: BinaryIO, out: BinaryIO, tensor: GgufTensor, target: TargetTensor) -> None:
-    """Copy a tensor, a number of whole heads or rows at a time."""
+    """Convert and copy a tensor, some whole heads or rows at a time."""
     rows = target.shape[0]
     head_rows = rows // target.heads if target.heads else 1
     row_bytes = tensor.nbytes // rows

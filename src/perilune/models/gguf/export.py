@@ -1,7 +1,7 @@
-"""Writes a Hugging Face folder as a GGUF file, which llama.cpp and transformers read.
+"""Writes a Hugging Face folder as a GGUF file, which llama.cpp and transformers can read.
 
-The reverse of `convert`. Norms and biases are float32; matrices get the chosen type. One tensor is in memory
-at a time.
+This is the reverse of `convert`. Norms and biases are float32; matrices get the chosen type. One tensor at a
+time is in memory.
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ def export_gguf(folder: Path, out: Path, kind: str) -> None:
     """Write the model in `folder` to the GGUF file `out`, which appears when it is complete.
 
     Args:
-        kind: type of the matrices. float32 and float16 keep or round the values; q8_0 stores 8 bits a value
-            and a scale for each 32 values.
+        kind: type of the matrices: "f32", "f16", or "q8_0" with 8 bits per value and a scale per 32 values.
 
     Raises:
-        RequestError: when the architecture, the scaling of its positions or the tokenizer has no GGUF form
-            here.
+        RequestError: when the export does not support the architecture, the scaling of its rotary embedding
+            or the tokenizer.
     """
     from gguf import GGUFWriter
 
@@ -54,7 +53,7 @@ def export_gguf(folder: Path, out: Path, kind: str) -> None:
         _metadata(config, name, kind) | vocabulary_metadata(folder, config.vocab_size)
     ).items():
         _add(writer, key, value)
-    ordered = sorted((stored[n] for n in targets), key=lambda n: n.file)  # the order they are read in
+    ordered = sorted((stored[n] for n in targets), key=lambda n: n.file)  # the order of `read_tensors`
     for entry in ordered:
         key, target = targets[entry.name]
         dtype = _dtype(target, kind)
@@ -85,17 +84,17 @@ def _architecture(config: DecoderConfig, folder: Path) -> tuple[str, GgufArchite
     supported = ", ".join(kind.model_type for kind in ARCHITECTURES.values())
     windows = " with a sliding window" if config.windows else ""
     raise RequestError(
-        f"a {config.architecture} model{windows} cannot be written as GGUF here",
+        f"Perilune cannot write a {config.architecture} model{windows} as GGUF",
         where=str(folder),
-        remedy=f"convert_hf_to_gguf.py of llama.cpp; written here: {supported}",
+        remedy=f"use convert_hf_to_gguf.py of llama.cpp; Perilune writes {supported}",
     )
 
 
 def _metadata(config: DecoderConfig, name: str, kind: str) -> dict[str, Any]:
     scaling = config.rope.scaling
     if scaling is not None and not isinstance(scaling, LinearScaling):
-        what = "the scaling of the rotary frequencies cannot be written as GGUF here"
-        raise RequestError(what, remedy="convert_hf_to_gguf.py of llama.cpp")
+        what = "Perilune cannot write the scaling of the rotary frequencies as GGUF"
+        raise RequestError(what, remedy="use convert_hf_to_gguf.py of llama.cpp")
     metadata: dict[str, Any] = {
         "general.file_type": _FILE_TYPES[kind],
         "general.quantization_version": 2,
@@ -130,7 +129,7 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
 
 
 def _dtype(target: TargetTensor, kind: str) -> Any:
-    """Return the type of a tensor in the file: float32 for vectors, and for rows that blocks do not fit."""
+    """Return the type of a tensor in the file: float32 for vectors, float16 for rows of incomplete blocks."""
     from gguf import GGMLQuantizationType
 
     if len(target.shape) == 1:

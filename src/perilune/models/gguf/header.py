@@ -1,8 +1,8 @@
 """Reads the header of a GGUF file: metadata and the table of tensors.
 
-The file is untrusted. Every count, length and offset is compared with the size of the file before anything
-of that size is read or allocated. The `gguf` package has a reader too, but a count in a hostile file makes it
-loop without end.
+The file is untrusted. Every count, length and offset is checked before memory of that size is read or
+allocated. The reader of the `gguf` package is not used, because a count in a hostile file makes it loop
+forever.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
 """
@@ -27,7 +27,7 @@ _VERSIONS = (2, 3)
 _MAX_KEYS = 1 << 16
 _MAX_TENSORS = 1 << 17
 _MAX_ITEMS = 1 << 22  # of an array; the largest vocabularies have 2^18 tokens
-_MAX_STRING_BYTES = 1 << 24  # bytes
+_MAX_STRING_BYTES = 1 << 24
 _MAX_DIMENSIONS = 4
 _STRING, _ARRAY = 8, 9
 # Formats of `struct` by type of a metadata value.
@@ -198,7 +198,7 @@ class _Cursor:
             raise RequestError(
                 f"tensor {name[:80]!r} is quantized as {label}, which cannot be read",
                 where=str(self.path),
-                remedy=f"a file with one of {', '.join(QUANTIZATIONS)}",
+                remedy=f"use a file with one of {', '.join(QUANTIZATIONS)}",
             )
         return (label, *GGML_QUANT_SIZES[kind])
 
@@ -239,7 +239,7 @@ class _Cursor:
 
     def take(self, number: int) -> bytes:
         if self.at + number > len(self.data):
-            raise self.truncated(f"its header goes on to byte {self.at + number:,}")
+            raise self.truncated(f"its header continues to byte {self.at + number:,}")
         self.at += number
         return self.data[self.at - number : self.at]
 

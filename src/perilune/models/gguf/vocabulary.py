@@ -1,8 +1,8 @@
-"""The tokenizer of a GGUF file as the `tokenizers` library has it, with its special tokens and chat template.
+"""Converts the tokenizer of a GGUF file for the `tokenizers` library, with special tokens and chat template.
 
 A GGUF file has the vocabulary, the merges and the name of the rule that splits text before merging
 (`tokenizer.ggml.pre`). The rules are those of llama.cpp, which took them from the models' own tokenizers.
-transformers ignores rules that it doesn't know, for example "smollm", and then splits some texts otherwise.
+transformers ignores rules that it does not know, such as "smollm", and then splits some texts differently.
 """
 
 import json
@@ -42,8 +42,9 @@ class Splitting:
 
     Attributes:
         pattern: a regular expression; "" for that of GPT-2.
-        whole_words: a piece that is in the vocabulary is one token, whatever the merges say.
-        add_bos: BOS comes first where the metadata doesn't say.
+        digits: whether each digit is a piece of its own.
+        whole_words: whether a piece that is in the vocabulary becomes one token without applying merges.
+        add_bos: whether a text begins with BOS if the metadata does not specify it.
     """
 
     pattern: str = ""
@@ -79,7 +80,7 @@ def read_tokenizer(header: GgufHeader) -> Tokenizer:
     if kind != "gpt2":
         raise header.error(
             f"the tokenizer kind {kind[:40]!r} is not supported",
-            "a file with tokenizer kind gpt2 (byte-level BPE), or the safetensors checkpoint",
+            "use a file with tokenizer kind gpt2 (byte-level BPE), or the safetensors checkpoint",
         )
     tokens = header.array("tokenizer.ggml.tokens", str)
     if len(set(tokens)) != len(tokens):
@@ -110,8 +111,8 @@ def _splitting(header: GgufHeader) -> Splitting:
     name = header.text("tokenizer.ggml.pre", "gpt-2")
     if name not in SPLITTINGS:
         raise header.error(
-            f"tokenizer.ggml.pre is {name[:40]!r}, a way to split text that is not supported",
-            f"a model with one of {', '.join(SPLITTINGS)}",
+            f"tokenizer.ggml.pre is {name[:40]!r}, a rule for splitting text that is not supported",
+            f"use a model with one of {', '.join(SPLITTINGS)}",
         )
     return SPLITTINGS[name]
 
@@ -157,7 +158,8 @@ def vocabulary_metadata(folder: Path, size: int) -> dict[str, Any]:
         size: number of tokens of the model; ids without a token get a placeholder.
 
     Raises:
-        RequestError: when the tokenizer is not a byte-level BPE whose way to split text has a name in GGUF.
+        RequestError: when the tokenizer is not a byte-level BPE, or its rule for splitting text has no name
+            in GGUF.
     """
     tokenizer = Tokenizer.load(folder)
     raw = read_json(folder / "tokenizer.json")
@@ -166,12 +168,12 @@ def vocabulary_metadata(folder: Path, size: int) -> dict[str, Any]:
     if model.get("type") != "BPE" or not byte_level or raw.get("normalizer") not in (None, {"type": "NFC"}):
         error = _not_in_gguf(folder, "the tokenizer is not a byte-level BPE")
         if model.get("type") == "WordLevel":  # a token per character; llama.cpp has no such tokenizer
-            error.remedy = "a Hugging Face folder: perilune model export CHECKPOINT FOLDER"
+            error.remedy = "export a Hugging Face folder: perilune model export CHECKPOINT FOLDER"
         raise error
     splittings = {name: json.loads(pre_tokenizer(rule).__getstate__()) for name, rule in SPLITTINGS.items()}
     name = next((name for name, described in splittings.items() if _steps(described) == steps), None)
     if name is None:
-        raise _not_in_gguf(folder, "the tokenizer splits text in a way that has no name in GGUF")
+        raise _not_in_gguf(folder, "the tokenizer splits text by a rule that has no name in GGUF")
     tokens = [f"[PAD{index}]" for index in range(size)]
     kinds = [_UNUSED] * size
     for token, index in model["vocab"].items():
@@ -206,4 +208,4 @@ def _steps(described: Mapping[str, Any] | None) -> list[tuple[Any, ...]]:
 
 
 def _not_in_gguf(folder: Path, why: str) -> RequestError:
-    return RequestError(why, where=str(folder), remedy="convert_hf_to_gguf.py of llama.cpp")
+    return RequestError(why, where=str(folder), remedy="use convert_hf_to_gguf.py of llama.cpp")

@@ -1,8 +1,8 @@
 """Chat templates: the Jinja program in a checkpoint that turns a list of messages into one string.
 
 A template comes with a checkpoint, so it is an untrusted program. A child process without access to files,
-sockets or privileges compiles and renders it within limits of time and memory (`template_worker.py`). The
-process also renders the prompts that follow; a process that hangs or dies is replaced. Models that Perilune
+sockets or privileges compiles and renders it within limits on time and memory (`template_worker.py`). One
+process renders all prompts of a template; a process that hangs or dies is replaced. Models that Perilune
 creates have no template and start no process.
 """
 
@@ -16,10 +16,10 @@ from perilune.sandbox.channel import BrokenChannelError, Channel, KilledError
 
 T = TypeVar("T")
 
-_START_SECONDS = 60.0  # to import Jinja and compile the template
-_RENDER_SECONDS = 5.0  # wall-clock and processor time for one text
+_START_SECONDS = 60.0  # time limit to import Jinja and compile the template
+_RENDER_SECONDS = 5.0  # limit on wall-clock time and on CPU time to render one text
 _MAX_ANSWER_BYTES = 64 << 20  # the longest text with each character escaped as \uXXXX\uXXXX
-_RENDERS_PER_REQUEST = 64  # requests in the pipe at a time
+_RENDERS_PER_REQUEST = 64  # maximum number of requests in the pipe
 
 
 class ChatTemplate:
@@ -70,7 +70,7 @@ class ChatTemplate:
             ) from None
 
     def interrupt(self) -> None:
-        """Stop a render that is in progress in another thread; the render fails."""
+        """Stop rendering that is in progress in another thread, which then gets an error."""
         self._process.interrupt()
 
 
@@ -123,7 +123,7 @@ class _TemplateProcess:
                 texts += self._exchange(inputs[len(texts) : len(texts) + _RENDERS_PER_REQUEST])
         except _TemplateRefusedError:
             raise
-        except BaseException:  # answers may still be in the pipe
+        except BaseException:  # replace the process, because answers may still be in the pipe
             self._close()
             raise
         return texts

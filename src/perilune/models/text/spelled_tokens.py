@@ -1,8 +1,8 @@
-"""Keeps control tokens that a message spells out as plain text when a chat template renders it.
+"""Keeps control tokens that a message spells out plain text when a chat template renders the message.
 
-A template writes control tokens as text (`<|im_start|>`), and a message may contain the same text. After
-rendering, the two look alike. So before rendering, each control token in a message is replaced by a rare
-ideograph that no message contains. After rendering, the ideograph marks where to encode plain text.
+A template writes control tokens as text (`<|im_start|>`), and a message may contain the same text. Rendering
+would make them indistinguishable. So before rendering, each control token in a message is replaced by a rare
+ideograph that no message contains. After rendering, the ideographs mark where to encode plain text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Facts about a chat template: defaults of its variables, its use of a system prompt, a prompt's tokens."""
+"""Facts about a chat template: defaults of variables, the use of system prompts, the tokens of a prompt."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,13 +49,13 @@ def with_recipe_template(tokenizer: Tokenizer, model: Mapping[str, Any]) -> Toke
             raise RequestError(
                 f"the model's chat template has no variable {name!r}",
                 where=where,
-                remedy="look for the name in the template: chat_template.jinja of the model",
+                remedy="see the template, chat_template.jinja of the model, for the names of its variables",
             )
     blocks = [
         f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif %}}"
         for name, value in values.items()
     ]
-    # The line end after a block is no output, and the template still begins at the start of a line.
+    # Jinja drops the line break after a block, and the template still begins at the start of a line.
     return tokenizer.with_chat_template("".join(blocks) + "\n" + tokenizer.chat_template.source, where=where)
 
 
@@ -65,9 +65,10 @@ def _literal(value: bool | float | str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TemplateFacts:
-    """The treatment of system prompts by a template.
+    """How a template treats system prompts.
 
     Attributes:
+        system: where the template writes the system prompt, or that it refuses or ignores it.
         default_system: the system prompt that the template adds when none is given.
     """
 
@@ -76,7 +77,7 @@ class TemplateFacts:
 
 
 def template_facts(tokenizer: Tokenizer) -> TemplateFacts:
-    """Determine the treatment of system prompts by rendering short conversations."""
+    """Determine how the tokenizer's template treats system prompts, by rendering short conversations."""
     user = {"role": "user", "content": _USER}
     try:
         text = tokenizer.render_prompt([{"role": "system", "content": _SYSTEM}, user])
@@ -101,7 +102,8 @@ class PromptToken:
     """One token of a prompt.
 
     Attributes:
-        text: its text, or the name of a control token. Part of a character is written as `\\xNN`.
+        text: the text, or the name of a control token. Incomplete characters are written as `\\xNN`.
+        special: whether the token is a control token.
     """
 
     id: int

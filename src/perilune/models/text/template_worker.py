@@ -5,8 +5,8 @@ compilation. The answer to the first request, {"source", "seconds"}, is {"ready"
 request holds the inputs of the template, and its answer is {"text"} or {"failure"}.
 
 Whitespace rules, `raise_exception`, `tojson` and `{% generation %}` follow Hugging Face transformers, so that
-a template gives the same text in both, except for the date: `strftime_now` formats a fixed one, because a
-prompt with the current date cannot be reproduced.
+a template gives the same text in both. Only the date differs: `strftime_now` formats a fixed date, because
+a prompt with the current date cannot be reproduced.
 """
 
 import json
@@ -27,10 +27,10 @@ from perilune.sandbox.confinement import confine, forbid_processes
 from perilune.sandbox.limits import allow_cpu
 from perilune.sandbox.own_root import library_folders
 
-MEMORY_BYTES = 256 << 20  # address space besides that of Python and Jinja
-MAX_CHARACTERS = 4 << 20  # in one rendered text
+MEMORY_BYTES = 256 << 20  # limit on address space, in addition to that of Python and Jinja
+MAX_CHARACTERS = 4 << 20  # maximum length of one rendered text
 _MAX_REASON_CHARACTERS = 500
-_DATE = date(2024, 7, 26)  # that of templates for Llama 3 where `strftime_now` is missing
+_DATE = date(2024, 7, 26)  # templates for Llama 3 use this date where `strftime_now` is missing
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 class _Object(dict[str, Any]):
-    """An object. DeepSeek's templates append the arguments of a call to a text."""
+    """A JSON object that can be appended to a text. DeepSeek's templates do so with arguments of calls."""
 
     def __radd__(self, text: str) -> str:
         return text + _to_json(self)

@@ -19,7 +19,7 @@ import tokenizers
 from perilune.errors import RequestError
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_EDGES = ("Fuse", "Strip")  # decoders that join tokens or trim the whole text
+_EDGES = ("Fuse", "Strip")  # decoders that join tokens or trim the whole text, not single tokens
 
 
 def token_bytes(backend: tokenizers.Tokenizer, *, where: str = "tokenizer") -> list[bytes | None]:
@@ -73,7 +73,7 @@ def _unknown(kind: str | None, where: str) -> RequestError:
     return RequestError(
         f"the tokenizer has {decoder}, so the text of a token depends on its neighbors",
         where=where,
-        remedy="use a byte-level, sentencepiece or character tokenizer for constrained output",
+        remedy="use a model with a byte-level, SentencePiece or character tokenizer",
     )
 
 
@@ -95,12 +95,12 @@ _BYTE_OF = _byte_alphabet()
 class Boundaries:
     """Positions between tokens where no later token changes the text so far.
 
-    A character may be split over several tokens. Incomplete characters depend on the kind of vocabulary:
+    A character may be split over several tokens. Where boundaries are depends on the kind of vocabulary:
 
-    * byte-level: the bytes of all tokens are decoded together. A boundary is where no character is
-      incomplete.
+    * byte-level: the bytes of all tokens are decoded together. A boundary is a position where no character
+      is incomplete.
     * byte fallback: a run of byte tokens such as `<0xE4>` becomes text only if the whole run is UTF-8, and
-      one replacement character per byte otherwise. A boundary is where the run has ended.
+      one replacement character per byte otherwise. No position inside a run is a boundary.
     * others: every token ends at a boundary.
     """
 

@@ -29,7 +29,7 @@ from perilune.terminal import escape_control
 
 PRINTABLE_ASCII = "\n" + "".join(chr(code) for code in range(32, 127))
 
-ANY_TEXT = "tokenizer: bytes or bpe of a new model encodes any text; or change the text"
+ANY_TEXT = "for a new model, set `tokenizer` to bytes or bpe, which encode any text; or change the text"
 
 _TEMPLATE_FILE = "chat_template.jinja"
 _SPECIALS = ("<pad>", "<eos>")  # of new tokenizers
@@ -46,10 +46,11 @@ class Tokenizer:
         where: file to name in errors.
 
     Attributes:
-        eos_token_id: ends a completion. A model may stop at other ids too (its generation_config.json).
+        eos_token_id: the token that ends a completion. Models may have further end tokens
+            (generation_config.json).
         pad_token_id, bos_token_id: None when the tokenizer has none.
         vocab_size: one more than the largest id.
-        prompt_prefix: tokens that begin a prompt without a template: BOS or none.
+        prompt_prefix: tokens at the beginning of a prompt without a template: BOS or none.
 
     Raises:
         RequestError: when a special token is missing from the vocabulary, or the template is malformed.
@@ -75,7 +76,9 @@ class Tokenizer:
         self.bos_token_id = self._special("bos_token")
         eos_token_id = self._special("eos_token")
         if eos_token_id is None:
-            raise RequestError("the tokenizer has no eos_token", where=where, remedy="set eos_token there")
+            raise RequestError(
+                "the tokenizer has no eos_token", where=where, remedy="set eos_token in tokenizer_config.json"
+            )
         self.eos_token_id = eos_token_id
 
         source = chat_template if chat_template is not None else _template_in(self._config, where)
@@ -98,7 +101,8 @@ class Tokenizer:
             raise RequestError(
                 "no tokenizer.json",
                 where=str(path),
-                remedy="convert it: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
+                remedy="write it with transformers:"
+                " AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
             )
         config_file = folder.file("tokenizer_config.json")
         config = read_json(config_file) if config_file.exists() else {}
@@ -141,8 +145,8 @@ class Tokenizer:
     def trained(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
         """Return a byte-level BPE tokenizer that is trained on `texts`. It encodes any text.
 
-        `<pad>` is 0, `<eos>` is 1, then come the 256 bytes, then merges by their frequency, as long as one
-        occurs twice. Each digit is a token of its own. The same texts give the same tokenizer.
+        `<pad>` is 0, `<eos>` is 1, then come the 256 bytes, then merges in order of frequency. A merge must
+        occur at least twice. Each digit is a token of its own. The same texts give the same tokenizer.
         """
         backend = tokenizers.Tokenizer(models.BPE())
         digits = pre_tokenizers.Digits(individual_digits=True)
@@ -194,7 +198,7 @@ class Tokenizer:
         return Tokenizer(self._backend, config, chat_template=template, where=where)
 
     def showing(self, marks: Sequence[str]) -> Tokenizer:
-        """Return the same tokenizer, but `decode` keeps these special tokens; unknown ones are ignored."""
+        """Return a tokenizer whose `decode` also writes these special tokens. Unknown tokens are ignored."""
         document = json.loads(self._decoder.to_str())
         hidden = [t for t in document["added_tokens"] if t["special"] and t["content"] in marks]
         if not hidden:
@@ -204,9 +208,9 @@ class Tokenizer:
         return self._decoding_as(document)
 
     def continuing(self) -> Tokenizer:
-        """Return the same tokenizer, but `decode` keeps a space at the beginning: the tokens continue a text.
+        """Return a tokenizer whose `decode` keeps a space at the beginning, for tokens that continue a text.
 
-        Sentencepiece begins each word with a space, and drops that of the first word of a text.
+        SentencePiece writes a space before each word, and drops the one before the first word of a text.
         """
         changes = {"Strip": {"start": 0}, "Metaspace": {"prepend_scheme": "never"}}
         backend = self._decoder
@@ -219,17 +223,17 @@ class Tokenizer:
         return self._decoding_as({**json.loads(backend.to_str()), "decoder": decoder})
 
     def _decoding_as(self, document: Mapping[str, Any]) -> Tokenizer:
-        """Return the same tokenizer, which decodes as the tokenizer.json in `document` says."""
+        """Return a tokenizer that encodes like this one and decodes like the tokenizer.json in `document`."""
         clone = copy.copy(self)
         clone.__dict__.pop("boundaries", None)
         clone._decoder = tokenizers.Tokenizer.from_str(json.dumps(document))
         return clone
 
     def limited(self, size: int) -> Tokenizer:
-        """Return the tokenizer of a model with `size` embeddings, without the special tokens that have none.
+        """Return the tokenizer of a model with `size` embeddings, without special tokens beyond these.
 
-        The text models of Gemma 3 have no embedding of the token for images; other models have none of the
-        padding token. `decode` never meets these tokens, and texts that spell them out are encoded as text.
+        The text models of Gemma 3 have no embedding for the image token, and other models have none for the
+        padding token. Texts that spell out such a token are encoded as text.
 
         Raises:
             RequestError: when the end-of-sequence token, or a token that is not special, has no embedding.
@@ -250,10 +254,10 @@ class Tokenizer:
             raise RequestError(
                 f"the tokenizer has {self.vocab_size} tokens but the model has {size}",
                 where=self._where,
-                remedy="use the tokenizer of this model; after adding tokens, resize the embeddings:"
+                remedy="use the tokenizer of this model. If you added tokens, resize the embeddings:"
                 " model.resize_token_embeddings(len(tokenizer))",
             )
-        message = f"{self._where}: ignores {', '.join(dropped)}, which the model has no embedding for"
+        message = f"{self._where}: ignores {', '.join(dropped)}, for which the model has no embedding"
         print(escape_control(message), file=sys.stderr, flush=True)
         return limited
 
@@ -319,7 +323,7 @@ class Tokenizer:
 
     @cached_property
     def boundaries(self) -> Boundaries:
-        """The boundaries between characters in sequences of tokens."""
+        """Finds boundaries between characters in sequences of tokens."""
         return Boundaries(self._decoder)
 
     def token_bytes(self) -> list[bytes | None]:
@@ -343,9 +347,9 @@ class Tokenizer:
     def encode_prompt(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> list[int]:
         """Return the token ids of `render_prompt`.
 
-        Control tokens of the template become tokens. Those that a message or a variable spells out stay text.
-        Without a template, `eos_token_id` follows each message of the assistant but the last message, as it
-        follows those that the assistant samples.
+        Control tokens of the template become tokens. Control tokens that a message or a variable spells out
+        are encoded as text. Without a template, `eos_token_id` follows each message of the assistant except a
+        last message, as in sampled conversations.
         """
         return self.encode_prompts([messages], **variables)[0]
 
@@ -378,11 +382,11 @@ class Tokenizer:
     def render_pieces(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], /, **variables: Any
     ) -> list[Rendered]:
-        """Render conversations as `render_prompt`, with marks for control tokens that messages spell out."""
+        """Render conversations as `render_prompt`, and mark control tokens that messages spell out."""
         return self.render_inputs([{**variables, "messages": messages} for messages in conversations])
 
     def render_inputs(self, inputs: Sequence[Mapping[str, Any]]) -> list[Rendered]:
-        """Render as `render_pieces`, where each conversation has variables of its own beside `messages`."""
+        """Render as `render_pieces`, with separate variables for each conversation beside its `messages`."""
         assert self.chat_template is not None
         hidden = [self._spelled_tokens.hide(item) for item in inputs]
         texts = self.chat_template.render_all([{**self._defaults, **inputs} for inputs, _ in hidden])
@@ -451,8 +455,8 @@ class Tokenizer:
             raise self._cannot_encode(texts, error) from None
         return [encoding.ids for encoding in encodings]
 
-    def lacks(self, text: str) -> str | None:
-        """Return the first character of `text` that has no token; None if there is none."""
+    def find_unknown_character(self, text: str) -> str | None:
+        """Return the first character of `text` that has no token; None if all characters have one."""
         for character in dict.fromkeys(text):
             try:
                 self._backend.encode(character, add_special_tokens=False)
@@ -462,7 +466,7 @@ class Tokenizer:
 
     def _cannot_encode(self, texts: Sequence[str], cause: BaseException) -> RequestError:
         for text in texts:
-            if (character := self.lacks(text)) is not None:
+            if (character := self.find_unknown_character(text)) is not None:
                 what = f"the tokenizer cannot encode {character!r} in {_shorten(text)!r}"
                 return RequestError(what, where=self._where, remedy=ANY_TEXT)
         return RequestError(f"the tokenizer failed: {cause}", where=self._where)

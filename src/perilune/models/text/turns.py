@@ -1,8 +1,8 @@
 """Token ids of conversations with several turns, in which sampled tokens are never encoded again.
 
 The text of a conversation does not determine its tokens, because the policy may have sampled a word in other
-pieces than the tokenizer would choose. So a conversation only grows at the end: sampled tokens stay, and the
-messages of the other side follow, with the text that the chat template puts around them.
+pieces than the tokenizer would choose. So a conversation only grows at its end: sampled tokens are kept, and
+the other side's messages are appended, with the text that the chat template puts around them.
 """
 
 import re
@@ -16,7 +16,7 @@ from perilune.models.text.spelled_tokens import Rendered
 from perilune.models.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-PLAIN_KEYS = {"role", "content", "name", "weight"}  # an assistant's message with other keys needs a template
+PLAIN_KEYS = {"role", "content", "name", "weight"}  # the template renders assistant messages with other keys
 
 
 def encode_continuation(
@@ -28,7 +28,7 @@ def encode_continuation(
 
     Args:
         opening: the first messages of the conversation, which a template may require.
-        messages: the messages since the policy's turn.
+        messages: the messages after the policy's turn.
         last_token: the last token of that turn, which is not repeated if the template writes it.
 
     Raises:
@@ -100,10 +100,12 @@ class _Segment:
     """A part of a conversation: plain text, or a part of rendered templates.
 
     Attributes:
-        learned: whether the policy learns the part; None for the prompt and for text between two turns.
-        text: the text of a part that no template writes.
-        inputs: inputs of the template: one, or those before and after a turn. Empty for plain text.
-        mark: the part follows this text. Without a mark, it is the difference of two rendered templates.
+        learned: for a turn of the assistant, whether the policy learns it; None for other parts.
+        text: the text of a part that is not rendered by the template.
+        inputs: inputs of the template: those of one rendering, or those before and after a turn, whose
+            renderings differ by this part. Empty for plain text.
+        mark: with one rendering, the text that the part follows; "" for all of it.
+        ids: the token ids, set by `_encode`.
     """
 
     learned: bool | None = None
@@ -172,7 +174,8 @@ def _extract_rendered(segment: _Segment, rendered: Sequence[Rendered]) -> Render
         prompt, whole = rendered
         if not whole.text.startswith(prompt.text):
             raise RequestError(
-                "the chat template writes a prompt differently before its answer, so turns cannot be joined",
+                "the chat template renders a prompt differently when an answer follows, so turns cannot be"
+                " joined",
                 where="chat template",
             )
         return whole.with_text(whole.text[len(prompt.text) :])
@@ -202,7 +205,7 @@ def is_in_template(tokenizer: Tokenizer, name: str) -> bool:
 
 
 def _make_mark() -> str:
-    """Return a text that no message contains."""
+    """Return a random text that no message contains."""
     return secrets.token_hex(32)
 
 
