@@ -33,8 +33,8 @@ class GatheredAttention:
         self._cache, self._positions = cache, positions.long()
         blocks = [table.long() for table in tables]
         column, offsets = (self._positions // BLOCK)[:, None], self._positions % BLOCK
-        self._slots = [CacheSlots(of.gather(1, column)[:, 0], offsets, cache.heads) for of in blocks]
-        self._tables = [GatherIndices(of, cache.heads, cache.size) for of in blocks]
+        self._slots = [CacheSlots(x.gather(1, column)[:, 0], offsets, cache.heads) for x in blocks]
+        self._tables = [GatherIndices(x, cache.heads, cache.size) for x in blocks]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
         cache, table = self._cache, self._cache.table_of[layer.index]
@@ -61,7 +61,7 @@ class TritonAttention:
         scales = cache.key_scales, cache.value_scales
         self._kernels, self._table_of = kernels, cache.table_of
         self._layers = [
-            kernels.LayerCache(*parts, *(of[layer] if of else None for of in scales))
+            kernels.LayerCache(*parts, *(x[layer] if x else None for x in scales))
             for layer, parts in enumerate(zip(cache.keys, cache.values, strict=True))
         ]
         self._tables, self._positions = tables, positions

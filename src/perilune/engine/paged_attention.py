@@ -58,7 +58,7 @@ class PagedAttention:
         table = cache.table_of[layer.index]
         cache.store(layer.index, self._slots[table], k, v)
         if window not in self._groups:
-            self._groups[window] = [_GroupAttention(of, table, window, cache, q) for of in self._query_groups]
+            self._groups[window] = [_GroupAttention(x, table, window, cache, q) for x in self._query_groups]
         out = q.new_zeros(*q.shape[:2], v.shape[-1])
         for part in self._groups[window]:
             out.index_copy_(0, part.tokens, part(q, cache, layer))

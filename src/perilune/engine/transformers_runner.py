@@ -110,12 +110,12 @@ class TransformersRunner:
     @torch.inference_mode()
     def copy_blocks(self, sources: Blocks, targets: Blocks) -> None:
         inside = np.arange(BLOCK)
-        of, to = (
+        source, target = (
             self._tensor((blocks.astype(np.int64)[:, None] * BLOCK + inside).ravel())
             for (blocks,) in (sources, targets)
         )
         for part in chain.from_iterable(self._layers):
-            part[to] = part[of]
+            part[target] = part[source]
 
     def load_weights(self, model: Any) -> None:
         self._model = model

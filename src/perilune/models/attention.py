@@ -351,7 +351,7 @@ class _PaddedLayout:
         heads, kv_heads = q.shape[1], k.shape[1]
         self._exact = exact or q.device.type == "cpu"
         self._shapes: list[tuple[int, Tensor, int]] = []
-        self._blocks: dict[int | None, list[_Block]] = {}
+        self._blocks: dict[int | None, list[_PaddedBlock]] = {}
         queries, keys = [], []
         for block in spans:
             start, length, prefix_start, prefix = block[:, :, None].unbind(1)
@@ -369,7 +369,7 @@ class _PaddedLayout:
     ) -> Tensor:
         if window not in self._blocks:
             self._blocks[window] = [
-                _Block(*shape, window=window, like=(q, k), exact=self._exact) for shape in self._shapes
+                _PaddedBlock(*shape, window=window, like=(q, k), exact=self._exact) for shape in self._shapes
             ]
         padded_q, padded_k, padded_v = self._queries.pad(q), self._keys.pad(k), self._keys.pad(v)
         parts = zip(self._blocks[window], padded_q, padded_k, padded_v, strict=True)
@@ -438,7 +438,7 @@ class _Gather(torch.autograd.Function):
         return grad_x, None, None, None
 
 
-class _Block:
+class _PaddedBlock:
     """Attention of S sequences padded to one length of L queries and T keys.
 
     Query heads that share keys are stacked into one product. Long sequences are computed in chunks of

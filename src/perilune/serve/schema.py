@@ -320,7 +320,7 @@ class CompletionBody(Sampling):
         return self.n * len(self.prompts)
 
     @property
-    def most_tokens(self) -> int:
+    def max_answer_tokens(self) -> int:
         return self.max_tokens
 
     @property
@@ -589,7 +589,7 @@ class ChatBody(PromptOptions, Sampling):
         return self
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_answer_tokens(self) -> int | None:
         """The maximum number of tokens, given under either name; None if neither is given."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 

@@ -283,8 +283,8 @@ class Service(ModelService):
         self, body: AnswerBody, prompts: Sequence[list[int]], constraint: Constraint | None
     ) -> list[EngineRequest]:
         param = "messages" if isinstance(body, ChatBody) else "prompt"
-        room = self.prompts.count_remaining_tokens(max(map(len, prompts)), body.most_tokens, param)
-        params = self._params(body, body.most_tokens or room)
+        room = self.prompts.count_remaining_tokens(max(map(len, prompts)), body.max_answer_tokens, param)
+        params = self._params(body, body.max_answer_tokens or room)
         seed, step, task = body.random_key or (secrets.randbits(64), 0, 0)
         continues = not isinstance(body, ChatBody) or body.continue_final_message
         adapter = self.find_adapter(body.model)  # again, because it may have been unloaded meanwhile

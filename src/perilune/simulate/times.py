@@ -138,7 +138,6 @@ def model_digest(section: Mapping[str, Any]) -> str:
 @cache
 def engine_digest() -> str:
     """Return the digest of the code that the coefficients measure, and of the version of torch."""
-
     root, digest = Path(str(perilune.__file__)).parent, hashlib.sha256(version("torch").encode())
     for package in MEASURED_PACKAGES:
         for path in sorted((root / package).rglob("*")):

@@ -8,7 +8,7 @@
 #include "vector.h"
 
 #define BLOCK 16
-#define MOST_HEADS 4 /* maximum number of query heads of one key-value head that are computed together */
+#define MAX_HEADS 4 /* maximum number of query heads of one key-value head that are computed together */
 
 enum cache_kind { CACHE_FLOAT32, CACHE_BFLOAT16, CACHE_INT8 };
 
@@ -32,7 +32,7 @@ INLINE int vectors_at_once(const int heads)
 }
 /* The number of blocks of keys that are read together. */
 INLINE int blocks_at_once(const int heads) { return vectors_at_once(heads) > PARTS ? vectors_at_once(heads) / PARTS : 1; }
-#define MOST_VECTORS 8
+#define MAX_VECTORS 8
 
 INLINE vec load_element(const void *p, int64_t index, const int kind)
 {
@@ -47,11 +47,11 @@ INLINE void block_scores(
     float *scores, int64_t scores_stride, const int heads, const int count, const int kind)
 {
     const int vectors = count * PARTS;
-    vec acc[MOST_HEADS][MOST_VECTORS];
+    vec acc[MAX_HEADS][MAX_VECTORS];
     UNROLL for (int h = 0; h < heads; h++)
         UNROLL for (int j = 0; j < vectors; j++) acc[h][j] = splat(0.0f);
     for (int64_t d = 0; d < size; d++) {
-        vec key[MOST_VECTORS];
+        vec key[MAX_VECTORS];
         UNROLL for (int b = 0; b < count; b++)
             __builtin_prefetch((const char *)kv->values[block + b] + d * BLOCK * element_bytes(kind));
         UNROLL for (int j = 0; j < vectors; j++)
@@ -88,13 +88,13 @@ INLINE void weighted_columns(
     int64_t stride, const float *factor, float *out, int64_t out_stride, const int heads, const int vectors,
     const int kind)
 {
-    vec acc[MOST_HEADS][MOST_VECTORS];
+    vec acc[MAX_HEADS][MAX_VECTORS];
     UNROLL for (int h = 0; h < heads; h++)
         UNROLL for (int j = 0; j < vectors; j++) acc[h][j] = splat(0.0f);
     for (int64_t block = first; block < end; block++) {
         const char *ahead = block < kv->ahead_end ? kv->ahead[block] : kv->values[block];
         for (int t = 0; t < BLOCK; t++) {
-            vec value[MOST_VECTORS];
+            vec value[MAX_VECTORS];
             UNROLL for (int j = 0; j < vectors; j++)
                 __builtin_prefetch(ahead + (t * size + column + j * LANES) * element_bytes(kind));
             UNROLL for (int j = 0; j < vectors; j++)
@@ -135,7 +135,7 @@ INLINE void attend_heads(
 {
     int64_t first = start / BLOCK, last = (end + BLOCK - 1) / BLOCK;
     scores_of(q, q_stride, kv, first, last, size, scale, scores, scores_stride, heads, kind);
-    float factor[MOST_HEADS];
+    float factor[MAX_HEADS];
     for (int h = 0; h < heads; h++) {
         float *row = scores + h * scores_stride;
         struct lanes top = splat_lanes(-INFINITY), total = splat_lanes(0.0f);

@@ -29,7 +29,7 @@ struct delta {
 #define FORWARD_VECTORS 4  /* vectors of columns computed together; a state of 128 rows of them fits the L1 cache */
 #define HEADS_TO_SHARE 16  /* with fewer tokens times heads, a second thread costs more time than it saves */
 #define BACKWARD_VECTORS (2 * PARTS) /* as FORWARD_VECTORS; 64 states of 128 rows of them fit the L2 cache */
-#define MOST_COLUMN_VECTORS 8
+#define MAX_COLUMN_VECTORS 8
 
 INLINE int64_t padded_rows(int64_t rows) { return (rows + WIDE - 1) / WIDE * WIDE; }
 
@@ -66,7 +66,7 @@ INLINE void delta_token(
     const float *state, float *after, const float *q, const float *k, float decay, float strength, int64_t size,
     const vec *v, vec *error, vec *out, const int vectors)
 {
-    vec found[2][MOST_COLUMN_VECTORS], change[MOST_COLUMN_VECTORS];
+    vec found[2][MAX_COLUMN_VECTORS], change[MAX_COLUMN_VECTORS];
     UNROLL for (int j = 0; j < vectors; j++) found[0][j] = found[1][j] = out[j] = splat(0.0f);
     int64_t i = 0;
     for (; i + 2 <= size; i += 2)

@@ -57,7 +57,7 @@ static void gather(const struct packed *p, int64_t s, int64_t head, struct gathe
 static int allocate_gathered(const struct packed *p, struct gathered *g, int backward)
 {
     int64_t floats = p->longest * p->size, most = p->longest / BLOCK;
-    int64_t total = (backward ? 5 : 2) * floats + 2 * MOST_HEADS * p->longest;
+    int64_t total = (backward ? 5 : 2) * floats + 2 * MAX_HEADS * p->longest;
     float *buffers = malloc(total * sizeof(float));
     g->pointers = malloc(4 * most * sizeof(void *));
     g->key_columns = buffers;
@@ -67,7 +67,7 @@ static int allocate_gathered(const struct packed *p, struct gathered *g, int bac
     g->grad_keys = buffers + 3 * floats;
     g->grad_values = buffers + 4 * floats;
     g->scores = buffers + (backward ? 5 : 2) * floats;
-    g->grads = g->scores + MOST_HEADS * p->longest;
+    g->grads = g->scores + MAX_HEADS * p->longest;
     for (int64_t b = 0; b < most; b++) {
         int64_t at = b * BLOCK * p->size;
         g->pointers[b] = g->key_columns + at;
@@ -112,8 +112,8 @@ static void packed_part(void *argument, int64_t rank, struct team *team)
         gather(p, s, head, &g, 0);
         for (int64_t i = 0; i < p->lengths[s]; i++) {
             int64_t position = p->prefixes[s] + i, row = p->starts[s] + i;
-            for (int64_t done = 0; done < group; done += MOST_HEADS) {
-                int64_t first = head * group + done, count = group - done < MOST_HEADS ? group - done : MOST_HEADS;
+            for (int64_t done = 0; done < group; done += MAX_HEADS) {
+                int64_t first = head * group + done, count = group - done < MAX_HEADS ? group - done : MAX_HEADS;
                 const float *q = p->q + row * p->q_stride + first * size;
                 float *out = p->out + (row * p->heads + first) * size, *total = p->log_total + row * p->heads + first;
 #define FORWARD(COUNT)                                                                                        \
@@ -132,7 +132,7 @@ INLINE void add_outer(
     const int heads)
 {
     for (int64_t d = 0; d < size; d += LANES) {
-        vec row[MOST_HEADS];
+        vec row[MAX_HEADS];
         UNROLL for (int h = 0; h < heads; h++) row[h] = load(x + h * size + d);
         for (int64_t t = from; t < to; t++) {
             vec sum = load(grad + t * size + d);
@@ -154,7 +154,7 @@ INLINE void backward_of_query(
     struct blocks keys = {.keys = g->pointers, .values = g->pointers}, values = {.keys = g->pointers + 2 * most, .values = g->pointers + 3 * most};
     scores_of(q, size, &keys, from, to, size, packed->scale, g->scores, longest, heads, CACHE_FLOAT32);
     scores_of(grad, size, &values, from, to, size, 1.0f, g->grads, longest, heads, CACHE_FLOAT32);
-    float factor[MOST_HEADS];
+    float factor[MAX_HEADS];
     for (int h = 0; h < heads; h++) {
         struct lanes along = splat_lanes(0.0f);
         for (int64_t d = 0; d < size; d += WIDE)
@@ -181,8 +181,8 @@ static void backward_of_sequence(const struct packed *p, struct gathered *g, int
     memset(g->grad_keys, 0, tokens * size * sizeof(float));
     memset(g->grad_values, 0, tokens * size * sizeof(float));
     for (int64_t i = 0; i < p->lengths[s]; i++)
-        for (int64_t done = 0; done < group; done += MOST_HEADS) {
-            int64_t count = group - done < MOST_HEADS ? group - done : MOST_HEADS;
+        for (int64_t done = 0; done < group; done += MAX_HEADS) {
+            int64_t count = group - done < MAX_HEADS ? group - done : MAX_HEADS;
 #define BACKWARD(COUNT) \
     backward_of_query(p, g, p->starts[s] + i, head * group + done, p->prefixes[s] + i, COUNT)
             FOR_HEADS(BACKWARD)

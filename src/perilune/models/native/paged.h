@@ -90,7 +90,7 @@ static int64_t longest_of(const struct step *step)
 static int allocate_attention(struct attention_buffers *buffers, int64_t longest)
 {
     buffers->longest = longest;
-    buffers->scores = malloc(MOST_HEADS * longest * sizeof(float));
+    buffers->scores = malloc(MAX_HEADS * longest * sizeof(float));
     buffers->pointers = malloc(2 * 4 * longest / BLOCK * sizeof(void *)); /* for two pairs */
     return !buffers->scores || !buffers->pointers;
 }
@@ -164,8 +164,8 @@ static void attend_pairs(const struct attention *a, const struct attention_buffe
             /* pointers before `start` are not set */
             pair->blocks.ahead_end = next->start ? 0 : next->position / BLOCK + 1;
         }
-        for (int64_t done = 0; done < group; done += MOST_HEADS) {
-            int64_t count = group - done < MOST_HEADS ? group - done : MOST_HEADS;
+        for (int64_t done = 0; done < group; done += MAX_HEADS) {
+            int64_t count = group - done < MAX_HEADS ? group - done : MAX_HEADS;
             int64_t at = (pair->head * group + done) * a->size;
             const float *q = a->q + pair->row * a->q_stride + at;
             float *out = a->out + pair->row * a->out_stride + at;

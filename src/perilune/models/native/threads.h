@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <unistd.h>
 
-#define MOST_THREADS 64
+#define MAX_THREADS 64
 #define SPINS 2000 /* a few microseconds of busy waiting before a thread sleeps or yields */
 
 struct team {
@@ -80,7 +80,7 @@ static void run_threads(work *function, void *argument, int64_t size)
         function(argument, 0, &alone);
         return;
     }
-    if (size > MOST_THREADS) size = MOST_THREADS;
+    if (size > MAX_THREADS) size = MAX_THREADS;
     pthread_mutex_lock(&run_lock);
     pthread_mutex_lock(&pool.lock);
     if (pool.process != getpid()) { /* a fork copies none of the threads */
