@@ -59,7 +59,7 @@ class PagedGraph:
         names = [*STEP_INPUTS, *tables, *caches, *self._named_weights]
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch.jit.trace is deprecated, and what OpenVINO reads
+                warnings.simplefilter("ignore")  # OpenVINO needs torch.jit.trace, which is deprecated
                 script = torch.jit.trace(  # type: ignore[no-untyped-call]
                     _make_step(traced, names), _example_inputs(traced, names), check_trace=False
                 )

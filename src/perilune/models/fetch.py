@@ -24,7 +24,7 @@ Report = Callable[[str], None]
 """A function that receives one line of text for each step, to show progress."""
 
 LICENSE = "LICENSE"
-_DOWNLOADS = "download"  # a folder beside the files of an unfinished model
+_DOWNLOADS = "download"  # subfolder of an unfinished model for downloads, deleted at the end
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_COPIES = ("*/*", "consolidated*")  # not downloaded: the same weights again, as in gpt-oss and Mistral
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "LICENSE*", "tokenizer.model")

@@ -134,7 +134,7 @@ def resolve_model_folder(path: Path) -> Path:
 
 @contextmanager
 def _lock_build_folder(final: Path, *, keep_on_error: bool = False) -> Iterator[Path]:
-    """Lock the folder in which `final` is built, and delete what is left of it at the end.
+    """Lock the folder in which `final` is built, and delete the folder at the end if it still exists.
 
     Args:
         keep_on_error: keep its files after an error, so that the next build can resume.

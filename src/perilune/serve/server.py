@@ -5,6 +5,7 @@ import gc
 import resource
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -120,30 +121,31 @@ def _make_service(settings: Settings, notify: Callable[[str], None]) -> tuple[Se
         reasoning=settings.reasoning,
         tool_format=calls,
     )
-
-    def gauges() -> dict[str, float]:
-        return {
-            "samples_running": engine.running,
-            "requests_waiting": engine.waiting,
-            "cache_use": engine.cache_use,
-            "steps": engine.counters.steps,
-            "preemptions": engine.counters.preemptions,
-            "cached_tokens": engine.counters.cached_tokens,
-            "computed_prompt_tokens": engine.counters.prompt_tokens,
-            "sampled_tokens": engine.counters.sampled_tokens,
-            "proposed_tokens": engine.counters.proposed_tokens,
-            "accepted_tokens": engine.counters.accepted_tokens,
-            "offload_loaded_memory_blocks": engine.offloaded.loaded_from_memory,
-            "offload_loaded_disk_blocks": engine.offloaded.loaded_from_disk,
-            "offload_refused_blocks": engine.offloaded.refused,
-            "offload_corrupt_blocks": engine.offloaded.corrupt,
-            "offload_disk_failures": engine.offloaded.disk_failures,
-        }
-
-    max_samples = settings.slots + settings.max_queue
+    max_samples, gauges = settings.slots + settings.max_queue, partial(_engine_gauges, engine)
     service = Service(model, EngineThread(engine), engine.prompt_logprobs, max_samples, gauges)
     routers = [text_routes(service), response_routes(service, Conversations())]
     return service, [*routers, *_make_optional_routes(settings, engine, loaded, service)]
+
+
+def _engine_gauges(engine: Engine) -> dict[str, float]:
+    """Return the engine's values for /metrics."""
+    return {
+        "samples_running": engine.running,
+        "requests_waiting": engine.waiting,
+        "cache_use": engine.cache_use,
+        "steps": engine.counters.steps,
+        "preemptions": engine.counters.preemptions,
+        "cached_tokens": engine.counters.cached_tokens,
+        "computed_prompt_tokens": engine.counters.prompt_tokens,
+        "sampled_tokens": engine.counters.sampled_tokens,
+        "proposed_tokens": engine.counters.proposed_tokens,
+        "accepted_tokens": engine.counters.accepted_tokens,
+        "offload_loaded_memory_blocks": engine.offloaded.loaded_from_memory,
+        "offload_loaded_disk_blocks": engine.offloaded.loaded_from_disk,
+        "offload_refused_blocks": engine.offloaded.refused,
+        "offload_corrupt_blocks": engine.offloaded.corrupt,
+        "offload_disk_failures": engine.offloaded.disk_failures,
+    }
 
 
 def _make_speech_service(settings: Settings) -> tuple[SpeechService, list[APIRouter]]:

@@ -56,16 +56,13 @@ class SimulatedModel:
     @classmethod
     def from_config(cls, config: DecoderConfig) -> SimulatedModel:
         """Return the model of a configuration."""
-        windows = Counter(config.window(layer) for layer in range(config.num_layers))
-        shares = {window: count / windows.total() for window, count in windows.items()}
+        shares = _window_shares([config.window(layer) for layer in range(config.num_layers)])
         return cls(config.vocab_size + 1, config.max_position_embeddings, shares)
 
     @classmethod
     def from_card(cls, model: ModelCard) -> SimulatedModel:
         """Return the model of a card, with a vocabulary of `VOCABULARY_SIZE` tokens."""
-        windows = Counter(layer_windows(model))
-        shares = {window: count / windows.total() for window, count in windows.items()}
-        return cls(VOCABULARY_SIZE + 1, model.max_positions, shares)
+        return cls(VOCABULARY_SIZE + 1, model.max_positions, _window_shares(layer_windows(model)))
 
     @property
     def distinct_windows(self) -> tuple[int | None, ...]:
@@ -76,6 +73,11 @@ class SimulatedModel:
     def config(self) -> SimulatedModel:
         """The object itself, because the engine reads `decoder.config`."""
         return self
+
+
+def _window_shares(windows: Sequence[int | None]) -> Windows:
+    """Return the share of each window among the windows of all layers."""
+    return {window: count / len(windows) for window, count in Counter(windows).items()}
 
 
 def layer_windows(model: ModelCard) -> list[int | None]:

@@ -112,7 +112,7 @@ class MeasuredTimes:
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """Measured times, and what they are valid for.
+    """Measured times, with the model, machine and code for which they are valid.
 
     Attributes:
         model: digest of the recipe's model section.
