@@ -455,7 +455,7 @@ class Tokenizer:
             raise self._cannot_encode(texts, error) from None
         return [encoding.ids for encoding in encodings]
 
-    def find_unknown_character(self, text: str) -> str | None:
+    def lacks(self, text: str) -> str | None:
         """Return the first character of `text` that has no token; None if all characters have one."""
         for character in dict.fromkeys(text):
             try:
@@ -466,7 +466,7 @@ class Tokenizer:
 
     def _cannot_encode(self, texts: Sequence[str], cause: BaseException) -> RequestError:
         for text in texts:
-            if (character := self.find_unknown_character(text)) is not None:
+            if (character := self.lacks(text)) is not None:
                 what = f"the tokenizer cannot encode {character!r} in {_shorten(text)!r}"
                 return RequestError(what, where=self._where, remedy=ANY_TEXT)
         return RequestError(f"the tokenizer failed: {cause}", where=self._where)
