@@ -1,7 +1,7 @@
 """LoRA adapters of single requests: several policies on one base model.
 
 An adapter adds scale * B A x to the output of a projection (Hu et al., 2021). A step computes the base once
-for all rows, and each adapter for its own rows.
+for all rows, and each adapter only for the rows of the sequences that use it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -65,7 +65,7 @@ class NamedAdapters:
             self._pinned.remove(number)
 
     def drop_unused(self, in_use: Iterable[int]) -> Mapping[int, Adapter]:
-        """Drop adapters that have no name and are not `in_use`, and return the others by number."""
+        """Drop adapters that have no name and are not `in_use`, and return the remaining adapters by number."""
         kept = {*self._numbers.values(), *self._pinned, *in_use} - {-1}
         self._adapters = {number: self._adapters[number] for number in sorted(kept)}
         return self._adapters

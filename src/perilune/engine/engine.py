@@ -537,9 +537,9 @@ class Engine:
             adapter.check(base)
 
     def add_adapter(self, name: str, adapter: Adapter, *, checked: bool = False) -> None:
-        """Add a LoRA adapter that requests can name, or replace the one of this name.
+        """Add a LoRA adapter that requests can select by `name`, or replace the adapter of this name.
 
-        Requests that were added before keep the older adapter.
+        Requests that were added earlier keep the old adapter.
 
         Args:
             checked: whether `check_adapter` has accepted the adapter.
@@ -557,7 +557,7 @@ class Engine:
         """Remove an adapter. Requests that use it keep it until they end.
 
         Raises:
-            RequestError: when there is none of this name.
+            RequestError: when no adapter has this name.
         """
         self._adapters.find_number(name, "remove_adapter")
         self._adapters.remove(name)

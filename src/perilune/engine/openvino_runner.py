@@ -51,7 +51,7 @@ class OpenVino:
 
     @property
     def resolved_device(self) -> str:
-        """`device`, or the one that AUTO stands for."""
+        """`device`; for AUTO, the device that it selects."""
         if self.device != "AUTO":
             return self.device
         return "GPU" if any(name.startswith("GPU") for name in list_devices()) else "CPU"

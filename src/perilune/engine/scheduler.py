@@ -1,6 +1,6 @@
 """The scheduler chooses the tokens of the next step and allocates blocks for their keys and values.
 
-Every sample has `length` tokens, of which `computed` are in the cache. A step computes some of the others.
+Every sample has `length` tokens, of which `computed` are in the cache. A step computes some of the rest.
 Once all known tokens of a sample are in the cache, the sampler draws the next token. This one rule covers
 decoding, prefill, chunked prefill, and prefill after a preemption.
 

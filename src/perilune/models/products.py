@@ -30,7 +30,7 @@ def linear(
 
     Args:
         weight: a tensor, or the result of `pack_weight`.
-        precision: of the product; a packed weight has its own.
+        precision: precision of the product. A packed weight ignores it.
     """
     if isinstance(weight, PackedWeight):
         return ops.linear(x, weight)
@@ -129,7 +129,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _rounds_on_gpu(x: Tensor, precision: Precision) -> bool:
-    """Return whether a GPU computes the product. The factors are then rounded once, before it."""
+    """Return whether a GPU computes a bfloat16 product, whose factors are rounded once, before it."""
     return precision == "bfloat16" and x.device.type == "cuda"
 
 

@@ -290,7 +290,7 @@ class PackedRecurrence:
         return convolve(x, x.new_zeros(1, x.shape[1]), self._taps[width], weight)
 
     def _make_taps(self, width: int) -> Tensor:
-        """Return int64[N, K]: the tokens that each token reads, its own last, and N before the first."""
+        """Return int64[N, K]: the tokens that each token reads, its own last; N where a sequence has none."""
         starts, lengths, prefix_starts, prefixes = self._spans.T
         count = int(lengths.sum())
         taps = torch.empty(count, width, dtype=torch.int64)

@@ -333,7 +333,7 @@ def serve(
 def _serve_disaggregated(
     replica: Replica, arrivals: Sequence[Arrival], prefill: int, jobs: int, report: Report
 ) -> Fleet:
-    """Serve a trace with `prefill` replicas that compute prompts, and the others that decode."""
+    """Serve a trace with `prefill` replicas that compute prompts. The other replicas decode."""
     model, decoding = replica.model, replica.machines.replicas - prefill
     prompts = [_RoutedRequest(arrival.time, arrival, 1) for arrival in arrivals]
     fleet = _simulate_replicas(replica, _split_round_robin(prompts, prefill), jobs, report)

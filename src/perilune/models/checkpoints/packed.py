@@ -18,7 +18,7 @@ _PACKED = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
 
 @dataclass(frozen=True, slots=True)
 class _Part(StoredTensor):
-    """The elements `index` of the tensor `source`, under a name of their own."""
+    """A tensor `name` that consists of the elements `index` of the tensor `source`."""
 
     source: StoredTensor
     index: tuple[int | slice, ...] = ()

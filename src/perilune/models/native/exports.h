@@ -152,7 +152,7 @@ void perilune_linear_across(
     run_threads(linear_across_part, &l, rows < ROWS_TO_SHARE ? 1 : threads);
 }
 
-/* The arguments of an operation on rows. Each operation uses some of them, for purposes of its own. */
+/* The arguments of an operation on rows. Each operation uses some of them; their meaning depends on the operation. */
 struct rows {
     const float *a, *b, *c, *d;
     float *out, *second, *third;

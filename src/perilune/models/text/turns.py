@@ -77,12 +77,13 @@ def encode_conversations(
     The templates of all conversations are rendered together, and their texts encoded together.
 
     Args:
-        conversations: for each, the messages before the first one to imitate; the others, of which the first
-            is the assistant's; and further inputs of the template, such as `tools`.
+        conversations: for each conversation, the messages of the prompt; the messages after it, of which the
+            first is the assistant's; and further inputs of the template, such as `tools`.
 
     Returns:
-        for each, the prompt's token ids; all token ids after it; and whether each of these is learned:
-        those of the assistant and its end-of-sequence tokens, except in messages with `weight` 0.
+        for each conversation, the token ids of the prompt; all token ids after it; and whether each of the
+        latter is learned. Tokens of the assistant and its end-of-sequence tokens are learned, except in
+        messages with `weight` 0.
 
     Raises:
         RequestError: as `encode_continuation`, and when the vocabulary lacks a character.
