@@ -65,7 +65,7 @@ class NamedAdapters:
             self._pinned.remove(number)
 
     def drop_unused(self, in_use: Iterable[int]) -> Mapping[int, Adapter]:
-        """Drop adapters that have no name and are not `in_use`, and return the remaining adapters by number."""
+        """Drop adapters that have no name and are not `in_use`, and return the rest by number."""
         kept = {*self._numbers.values(), *self._pinned, *in_use} - {-1}
         self._adapters = {number: self._adapters[number] for number in sorted(kept)}
         return self._adapters

@@ -382,7 +382,7 @@ class PrefixTree:
     # -- windows -----------------------------------------------------------------------------------------
 
     def _pin_fork(self, digests: Sequence[bytes]) -> None:
-        """Pin the last window of the node at which a request with these digests diverges from earlier ones."""
+        """Pin the last window of the node at which a request with these digests diverges from others."""
         if not any(self.windows):
             return
         known = [self._nodes[digest] for digest in takewhile(self._nodes.__contains__, digests)]
