@@ -513,7 +513,11 @@ class Engine:
             RequestError: when the runner cannot apply adapters.
         """
         if not isinstance(self._runner, AdapterRunner):
-            raise RequestError(f"{type(self._runner).__name__} cannot apply adapters", where="adapter")
+            raise RequestError(
+                f"{type(self._runner).__name__} cannot apply adapters",
+                where="adapter",
+                remedy="use a model that Perilune computes itself, without OpenVINO",
+            )
         in_use = (entry.adapter for entry in self._outputs.entries.values())
         self._runner.load_adapters(self._adapters.drop_unused(in_use), self._source)
 
@@ -579,7 +583,9 @@ class Engine:
             RequestError: when the engine records routes, because it would lose them.
         """
         if self._routes is not None:
-            raise RequestError("an engine that records routes cannot sleep")
+            raise RequestError(
+                "an engine that records routes cannot sleep", remedy="turn off sleep or routing replay"
+            )
         self.reset_prefix_cache(recompute=True)
         self._runner = SleepingRunner()
         self._draft = self._scheduler.speculation = None

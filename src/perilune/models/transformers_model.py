@@ -31,6 +31,7 @@ _DEFAULT_POSITIONS = 2048  # for a model whose configuration has no limit
 _MAX_CAUSE_CHARACTERS = 300  # of an error message of transformers
 _LOCAL_FILES: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+_INCOMPLETE = "fetch the folder again, with the config.json of these weights"
 _LENGTH_DEPENDENT = {"longrope", "dynamic"}  # rotary scalings that depend on the length of the text
 
 
@@ -142,7 +143,8 @@ def load_transformers_model(
         module, report = _load_module(path, config, dtype, read_tensor_headers(folder))
     for kind in ("missing_keys", "mismatched_keys"):
         if report.get(kind):
-            raise RequestError(f"tensor {sorted(report[kind])[0]} is {kind[:-5]}", where=str(path))
+            what = f"tensor {sorted(report[kind])[0]} is {kind[:-5]}"
+            raise RequestError(what, where=str(path), remedy=_INCOMPLETE)
     module.eval().requires_grad_(False).to(device)
     return TransformersModel(module, shape)
 
@@ -243,7 +245,9 @@ def _check_size(config: Any, stored: Mapping[str, StoredTensor], path: Path) -> 
     layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
     if not isinstance(layers, int) or layers > len(stored):
         raise RequestError(
-            f"num_hidden_layers is {layers!r}, but the files hold {len(stored)} tensors", where=str(path)
+            f"num_hidden_layers is {layers!r}, but the files hold {len(stored)} tensors",
+            where=str(path),
+            remedy=_INCOMPLETE,
         )
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -251,7 +255,9 @@ def _check_size(config: Any, stored: Mapping[str, StoredTensor], path: Path) -> 
     available = sum(tensor.numel for tensor in stored.values())
     if required > available:
         raise RequestError(
-            f"config.json describes {required} parameters, but the files hold {available}", where=str(path)
+            f"config.json describes {required} parameters, but the files hold {available}",
+            where=str(path),
+            remedy=_INCOMPLETE,
         )
 
 

@@ -200,6 +200,7 @@ def _make_optional_routes(
             raise RequestError(
                 "only a model that Perilune computes itself, served without adapters, can get new weights",
                 where="--weight-updates",
+                remedy="leave out --weight-updates, or --adapter and --adapters-from",
             )
         chunk = min(_body_bytes(settings), MAX_CHUNK_BYTES)
         updates = WeightUpdates(engine, loaded, service.thread, chunk, weights_lock)
@@ -220,6 +221,7 @@ def _make_optional_routes(
             raise RequestError(
                 "transformers computes this model, and embeddings need Perilune's own decoder",
                 where="--embeddings",
+                remedy="leave out --embeddings, or serve another model",
             )
         engine.prepare_embeddings()  # now, because it may take seconds
         embeddings = Embeddings(service, engine, loaded.config.hidden_size, settings.embeddings)

@@ -44,6 +44,7 @@ FOLDER = "adapter"  # subfolder of a checkpoint with the adapter merged, which h
 _KEY = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<part>[AB])\.weight")
 _DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
 _BASE = "base.json"  # storage of the frozen weights, and their checksum
+_OTHER_MODEL = "use the adapter with the model on which it was trained"
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,12 +155,14 @@ class Adapter:
         maps = dict(layer_linear_maps(decoder))
         for name, (a, b) in self.pairs.items():
             if name not in maps:
-                raise RequestError("the model has no linear map of this name", where=f"adapter, {name}")
+                raise RequestError(
+                    "the model has no linear map of this name", where=f"adapter, {name}", remedy=_OTHER_MODEL
+                )
             shape = tuple(maps[name].weight.shape)
             ranks_agree = a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1]
             if not ranks_agree or (b.shape[0], a.shape[1]) != shape:
                 what = f"A {list(a.shape)} and B {list(b.shape)} do not fit {list(shape)}"
-                raise RequestError(what, where=f"adapter, {name}")
+                raise RequestError(what, where=f"adapter, {name}", remedy=_OTHER_MODEL)
         if self.base and self.base != (actual := _describe_base(decoder, self.base)):
             raise RequestError(
                 f"the adapter was trained on a base with checksum {self.base}, but this base has {actual}",

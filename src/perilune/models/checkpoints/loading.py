@@ -31,6 +31,7 @@ from perilune.terminal import escape_control
 DecoderT = TypeVar("DecoderT", bound=Decoder)
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_OTHER_CONFIG = "use the config.json and the weights of the same model"
 
 
 def new_model(preset: str | DecoderConfig, tokenizer: Tokenizer, seed: int) -> Decoder:
@@ -254,11 +255,12 @@ def _check_shapes(
         tensor = stored[name]
         if tensor.shape != shape:
             what = f"tensor {name} has shape {list(tensor.shape)}, but config.json requires {list(shape)}"
-            raise RequestError(what, where=str(tensor.file))
+            raise RequestError(what, where=str(tensor.file), remedy=_OTHER_CONFIG)
     for name, tensor in stored.items():
         determined = name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")  # by other tensors
         if name not in shapes and not determined:
-            raise RequestError(f"tensor {name} is not part of this architecture", where=str(tensor.file))
+            what = f"tensor {name} is not part of this architecture"
+            raise RequestError(what, where=str(tensor.file), remedy=_OTHER_CONFIG)
         if tensor.dtype not in _DTYPES:
             what = f"tensor {name} is {tensor.dtype}, not one of {', '.join(_DTYPES)}"
             raise RequestError(what, where=str(tensor.file), remedy="use the unquantized checkpoint")

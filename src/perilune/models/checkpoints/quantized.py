@@ -70,7 +70,7 @@ def unquantized_tensors(folder: CheckpointFolder) -> dict[str, StoredTensor]:
         scales = stored.get(name + scales_suffix)
         if scales is None:
             missing = f"tensor {name}{scales_suffix}, for {values.name}, is missing"
-            raise RequestError(missing, where=str(folder.path))
+            raise RequestError(missing, where=str(folder.path), remedy="fetch the folder again")
         del tensors[values.name], tensors[scales.name]
         tensors[name] = (_mxfp4 if mxfp4 else _fp8)(name, values, scales, quantization)
     return tensors

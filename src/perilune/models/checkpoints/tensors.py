@@ -38,7 +38,11 @@ class StoredTensor:
         """
         tensor: Tensor = opened.get_tensor(self.name)
         if tuple(tensor.shape) != self.shape:
-            raise RequestError(f"tensor {self.name} changed while it was being read", where=str(self.file))
+            raise RequestError(
+                f"tensor {self.name} changed while it was being read",
+                where=str(self.file),
+                remedy="load the checkpoint again when no other program writes it",
+            )
         return tensor
 
 
@@ -52,7 +56,9 @@ def read_tensor_headers(folder: CheckpointFolder) -> dict[str, StoredTensor]:
     for tensor in (tensor for file in folder.weight_files() for tensor in _read_headers(file)):
         if tensor.name in stored:
             raise RequestError(
-                f"tensor {tensor.name} is also in {stored[tensor.name].file.name}", where=str(tensor.file)
+                f"tensor {tensor.name} is also in {stored[tensor.name].file.name}",
+                where=str(tensor.file),
+                remedy="fetch the folder again",
             )
         stored[tensor.name] = tensor
     return stored

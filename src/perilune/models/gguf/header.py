@@ -121,7 +121,8 @@ def read_header(path: Path) -> GgufHeader:
         try:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except ValueError:  # an empty file cannot be mapped
-            raise RequestError("not a GGUF file: it is empty", where=str(path)) from None
+            what, remedy = "not a GGUF file: it is empty", "download the file again"
+            raise RequestError(what, where=str(path), remedy=remedy) from None
         with data:
             return _Cursor(data, path).header()
 

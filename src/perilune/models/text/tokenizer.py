@@ -488,7 +488,11 @@ class Tokenizer:
         with suppress(UnicodeEncodeError):  # half a surrogate pair
             token_id = self._backend.token_to_id(token)
         if token_id is None:
-            raise RequestError(f"{name} {token!r} is not in the vocabulary", where=self._where)
+            raise RequestError(
+                f"{name} {token!r} is not in the vocabulary",
+                where=self._where,
+                remedy="use the tokenizer.json and tokenizer_config.json of the same model",
+            )
         return token_id
 
     def _bos_prefix(self) -> list[int]:
