@@ -46,7 +46,7 @@ class NamedAdapters:
         return self._numbers[name]
 
     def add(self, name: str, adapter: Adapter) -> None:
-        """Add an adapter. The name of an older adapter then stands for the new one."""
+        """Add an adapter. If the name is in use, it refers to the new adapter from now on."""
         self._numbers[name] = self._next
         self._adapters[self._next] = adapter
         self._next += 1
