@@ -136,7 +136,7 @@ def test_adapter_loads_files_of_peft(tmp_path: Path) -> None:
         ({"peft_type": "IA3"}, "only plain LoRA"),
         ({"use_dora": True}, "only plain LoRA"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern is not implemented"),
-        ({"r": 0}, "r must be a whole number above 0"),
+        ({"r": 0}, "r is 0 and lora_alpha is"),
     ],
 )
 def test_adapter_rejects_unsupported_peft_options(

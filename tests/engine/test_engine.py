@@ -333,8 +333,8 @@ def test_finished_samples_use_no_further_decode_rows(monkeypatch: pytest.MonkeyP
     ("prompt", "message"),
     [
         (Prompt([], (0, 0, 0)), "prompt 1.*no tokens"),
-        (Prompt([98], (0, 0, 0)), "token outside 0..97"),
-        (Prompt([-1], (0, 0, 0)), "token outside"),
+        (Prompt([98], (0, 0, 0)), "outside the vocabulary, 0 to 97"),
+        (Prompt([-1], (0, 0, 0)), "token is outside"),
         (Prompt([1], (-1, 0, 0)), "key"),
         (Prompt([1], (0, 2**32, 0)), "key"),
         (Prompt([1] * 4090, (0, 0, 0)), "exceed the model's 4096 positions"),

@@ -47,7 +47,7 @@ def test_update_weights_rejects_state_of_another_model() -> None:
     wrong_shape = state | {"model.norm.weight": torch.ones(5)}
     renamed = {name.replace("norm", "nrom"): tensor for name, tensor in state.items()}
     for bad, message in (
-        (wrong_shape, r"model\.norm\.weight is \[5\], not \[96\]"),
+        (wrong_shape, r"model\.norm\.weight has shape \[5\], not \[96\]"),
         (renamed, "only one of the decoder and the new state has"),
     ):
         with pytest.raises(RequestError, match=message):

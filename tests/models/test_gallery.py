@@ -55,7 +55,9 @@ def test_entries_are_unique_and_name_their_source() -> None:
     entries = shipped()
     assert len({entry.name for entry in entries}) == len(entries) >= 40
     assert all(entry.source and entry.identity.count("/") == 1 for entry in entries)
-    assert not any(row["notes"] and "not a family known" in row["notes"][0] for row in documents().values())
+    assert not any(
+        row["notes"] and "is unknown and read like" in row["notes"][0] for row in documents().values()
+    )
 
 
 def test_cache_bytes_of_full_windowed_and_latent_layers() -> None:
