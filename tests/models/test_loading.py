@@ -385,7 +385,7 @@ def test_adapter_folder_is_rejected_as_a_model(folder: Path) -> None:
     with pytest.raises(ProblemsError) as finding:
         find_model(str(adapter), folder)
     for remedy in (loading.value.remedy, finding.value.problems[0].remedy):
-        assert f"give {folder} if it is the model with the adapter merged" in remedy
+        assert f"{folder}, if that is the model with the adapter merged" in remedy
     (folder / "config.json").rename(folder / "adapter_config.json")
     for load in (load_checkpoint, partial(load_decoder, Decoder), load_for_inference):
         with pytest.raises(RequestError, match="is a LoRA adapter, not a model"):

@@ -203,7 +203,7 @@ def _read_config(folder: CheckpointFolder) -> tuple[DecoderConfig, Reader]:
         remedy = "merge it into its base model and save the result: PeftModel.merge_and_unload()"
         parent = folder.path.parent
         if (parent / "config.json").is_file():
-            remedy = f"give {parent} if it is the model with the adapter merged; otherwise {remedy}"
+            remedy = f"{parent}, if that is the model with the adapter merged; otherwise {remedy}"
         raise RequestError("is a LoRA adapter, not a model", where=str(folder.path), remedy=remedy)
     read = folder.config
     config = DecoderConfig.from_hf(read.raw, where=read.where)
