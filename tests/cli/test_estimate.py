@@ -28,7 +28,7 @@ from perilune.cli.train.estimate import (
     sum_estimates,
 )
 from perilune.cli.train.lengths import ExpectedLengths, _use_last_run
-from perilune.cli.train.plan import print_estimate
+from perilune.cli.train.plan import describe_time, print_estimate
 from perilune.cli.train.trial import Lengths, child_processor_seconds, lengths_of_rows
 from perilune.cli.train.work import count_work
 from perilune.control.runs.experiments import Control
@@ -214,6 +214,13 @@ def test_print_estimate_names_missing_calibration(tmp_path: Path, capsys: pytest
 
     print_estimate(load_pens_recipe(tmp_path), {}, None, sys.stdout)
     assert "unknown: no calibration of this device. Run `perilune doctor`" in capsys.readouterr().out
+
+
+def test_times_on_other_machines_are_not_estimated(tmp_path: Path) -> None:
+    recipe = load_pens_recipe(tmp_path)
+    far = Template.model_validate({"placement": {"name": "ssh", "host": "box"}})
+    assert "perilune simulate" in describe_time(recipe, {}, far)
+    assert "perilune doctor" in describe_time(recipe, {}, Template())
 
 
 def test_print_estimate_converts_seconds_to_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

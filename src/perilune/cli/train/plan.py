@@ -155,13 +155,19 @@ def describe_tokenizer(recipe: Recipe) -> str | None:
     return "one token per character, because the texts that were checked are printable ASCII"
 
 
+def runs_in_local_process(template: Template | None) -> bool:
+    """Return whether runs are processes on this machine, outside of containers."""
+    return template is None or (template.placement.name == "local" and template.container is None)
+
+
 def describe_time(recipe: Recipe, estimated: Mapping[str, Estimate], template: Template | None) -> str:
     """Return the time and memory of all stages together, or the reason why they are unknown."""
     from perilune.cli.train.estimate import sum_estimates
 
+    if not runs_in_local_process(template):
+        return "unknown: only times on this machine are estimated. `perilune simulate` predicts others"
     if not estimated:
-        there = "" if template is None or template.placement.name == "local" else " there"
-        return f"unknown: no calibration of this device. Run `perilune doctor`{there}"
+        return "unknown: no calibration of this device. Run `perilune doctor`"
     missing = [stage.name for stage in recipe.stages if stage.name not in estimated]
     return str(sum_estimates(estimated)) + (f"; not estimated: {', '.join(missing)}" if missing else "")
 

@@ -165,8 +165,9 @@ def estimate_locally(
         trial_cache: trials of environments, to share them between recipes.
     """
     from perilune.cli.train.estimate import estimate
+    from perilune.cli.train.plan import runs_in_local_process
 
-    if template is not None and (template.placement.name != "local" or template.container is not None):
+    if not runs_in_local_process(template):
         return {}
     return estimate(control, recipe, trial_cache)
 
