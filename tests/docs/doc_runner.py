@@ -22,11 +22,12 @@ from perilune.control.runs.templates import load_template
 from perilune.errors import RequestError
 from perilune.recipe.load import bundled_recipe, load_recipe
 
-# Overrides that make the stages of a documented recipe small enough for a test.
+# Overrides that make the stages of a documented recipe small enough for a test. Forgetting would take most of
+# the time of a pretrained model.
 SMALL = {
     "collect": {"traces": 200},
-    "sft": {"steps": 2, "batch_size": 8},
-    "rl": {"steps": 2, "prompts": 2},
+    "sft": {"steps": 2, "batch_size": 8, "forgetting": False},
+    "rl": {"steps": 2, "prompts": 2, "forgetting": False},
     "evaluate": {"tasks": 4},
     "preference": {"steps": 2, "batch_size": 4},
     "connect_four": {"steps": 2, "learning.games": 32},
