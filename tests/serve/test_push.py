@@ -165,7 +165,7 @@ def test_push_refuses_model_of_another_shape(server: Served, tmp_path: Path) -> 
     from perilune.models.checkpoints.loading import load_model
 
     save_checkpoint(tmp_path / "other", *load_model("small"))
-    with pytest.raises(RequestError, match="another tensor"):
+    with pytest.raises(RequestError, match="has no tensor"):
         find_server(server.url, TOKEN).push(tmp_path / "other", None, lambda sent, total: None)
 
 

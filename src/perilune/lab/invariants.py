@@ -17,13 +17,13 @@ from perilune.execution.log import LogReader
 from perilune.files import read_json
 from perilune.lab.laboratory import LEASE, STEPS, Laboratory
 
-GRACE_SECONDS = 60.0  # that a machine may outlive its lease
+GRACE_SECONDS = 60.0  # the cost of this much machine time may be billed beyond a lease's limit
 FINAL_EVENTS = tuple(f"run.{state.value}" for state in RunState if state.is_terminal)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One invariant: its name, its statement, and its violations."""
+    """One invariant: its name, what it says, and one sentence for each violation."""
 
     name: str
     says: str
@@ -43,8 +43,9 @@ def _find_lost_runs(lab: Laboratory, session: Session) -> Iterator[str]:
             yield f"run {run_id}: {'unknown' if run is None else f'{run.state}, {run.message}'}"
             continue
         total = read_json(lab.control.directory(run) / "artifacts" / "data" / "total.json")["total"]
-        if total != seed * STEPS * (STEPS + 1) // 2:
-            yield f"run {run_id}: its result is {total}"
+        expected = seed * STEPS * (STEPS + 1) // 2
+        if total != expected:
+            yield f"run {run_id}: its result is {total} instead of {expected}"
 
 
 def _find_double_results(lab: Laboratory, session: Session) -> Iterator[str]:
@@ -75,7 +76,7 @@ def _find_live_machines(lab: Laboratory, session: Session) -> Iterator[str]:
         if machine.state != MachineState.GONE:
             yield f"{machine.state}: {machine.key}"
         elif billed > LEASE.max_cost + compute_cost(machine.price, GRACE_SECONDS):
-            yield f"{machine.key} has cost {billed:.4g} of {LEASE.max_cost:.4g}"
+            yield f"{machine.key} cost {billed:.4g}, and its lease allows {LEASE.max_cost:.4g}"
 
 
 def _find_log_gaps(lab: Laboratory, session: Session) -> Iterator[str]:
@@ -83,7 +84,7 @@ def _find_log_gaps(lab: Laboratory, session: Session) -> Iterator[str]:
         text = b"".join(LogReader(lab.control.directory(run) / "runtime").read()).decode()
         begun = re.findall(r"starts after step (\d+)$", text, re.MULTILINE)
         steps = [int(step) for step in re.findall(r"^[\d:]+Z step (\d+)$", text, re.MULTILINE)]
-        # There are no steps if the attempt before completed all of them.
+        # `steps` is empty if the previous attempt completed all of them.
         if len(begun) != 1 or steps != list(range(int(begun[0]) + 1, STEPS + 1)):
             yield f"run {run.id}: its log starts after {begun} and has the steps {steps}"
 

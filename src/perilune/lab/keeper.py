@@ -13,7 +13,7 @@ from perilune.execution.processes import Presence, ProcessIdentity, die_with_par
 from perilune.execution.providers.fake.machines import Machine
 
 POLL_SECONDS = 0.5
-POWER_OFF_ROUNDS = 6  # because the server of the cloud may still create a machine while it ends
+POWER_OFF_ROUNDS = 6  # several, because the cloud's server may create a machine while it shuts down
 
 
 def end_machines(cloud: Path) -> None:

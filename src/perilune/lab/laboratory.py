@@ -1,7 +1,7 @@
 """Submits short runs on rented machines of the fake cloud, and injects failures.
 
 The ordinary control plane, `perilune reconcile --watch` in its own process, must recover from them. The lab
-kills this process repeatedly.
+kills that process at random, too.
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ class Plan:
     """Settings of a lab.
 
     Attributes:
-        weather: failures of the cloud.
+        weather: rates of the cloud's failures.
+        seed: of the lab's own random decisions.
         at_once: number of live runs.
         step_seconds: duration of each of the `STEPS` steps of a run.
-        kills: expected kills of the control process per minute; half as many of the cloud's server.
+        kills: expected kills of the control process per minute. The cloud's server is killed half as often.
     """
 
     weather: Weather
@@ -71,7 +72,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of a lab: counts by state, injected faults by kind, and the cost."""
+    """The state of a lab: counts by state, and injected faults by kind.
+
+    Attributes:
+        elapsed: seconds since the start of the lab.
+        cost: of all machines so far, in currency units.
+    """
 
     elapsed: float
     runs: dict[str, int]
@@ -91,7 +97,7 @@ class Laboratory:
         self.folder, self.plan = folder, plan
         self.canary = secrets.token_hex(16)
         self.cloud = FakeCloud(folder / "cloud")
-        self.submitted: dict[str, int] = {}  # run to its seed
+        self.submitted: dict[str, int] = {}  # seeds by run id
         self.injected: Counter[str] = Counter()
         self.crashes = 0  # of the control process, not counting kills
         self._rng = random.Random(plan.seed)

@@ -23,20 +23,24 @@ def load_tensors(folder: Path, wanted: Mapping[str, Mapping[str, Any]]) -> dict[
         wanted: dtype and shape of each tensor that the server has.
 
     Raises:
-        RequestError: when the checkpoint lacks a tensor of the server, or has one of another shape, or of
-            integers.
+        RequestError: when the checkpoint lacks a tensor of the server, or has it in another shape or as
+            integers, or when the server reports a dtype other than float32 or bfloat16.
     """
     stored = unquantized_tensors(CheckpointFolder(folder))
     for name, form in wanted.items():
         if name not in stored or list(stored[name].shape) != form["shape"]:
             raise RequestError(
-                f"the server's model has another tensor {name}: it is missing here or has another shape",
+                f"this checkpoint has no tensor {name} of shape {form['shape']}, and the server's model has",
                 where=str(folder),
+                remedy="push a checkpoint of the model that the server runs",
             )
         if stored[name].dtype not in _STORED:
             what = f"tensor {name} is {stored[name].dtype}, not one of {', '.join(_STORED)}"
             raise RequestError(what, where=str(stored[name].file))
         if form["dtype"] not in _DTYPES:
-            raise RequestError(f"the server's {name} has an unknown dtype", where=str(folder))
+            raise RequestError(
+                f"tensor {name} of the server is {form['dtype']!r}, not one of {', '.join(_DTYPES)}",
+                where=str(folder),
+            )
     tensors = read_tensors(stored[name] for name in wanted)
     return {name: tensor.to(_DTYPES[wanted[name]["dtype"]]) for name, tensor in tensors}

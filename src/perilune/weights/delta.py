@@ -54,7 +54,7 @@ class Update:
     Attributes:
         version: policy version after it.
         rewritten: names of the tensors that are sent whole.
-        named: names of all tensors that change.
+        named: names of all tensors in the update, whole or as a delta.
         base, result: digests of the tensors that the receiver must have, and of all tensors afterwards.
         changed: share of the values that differ from the previous version; 1 where that is unknown.
         bytes: size of the file.
@@ -78,12 +78,12 @@ class WeightWriter:
     """Writes the updates of one sequence of versions.
 
     Args:
-        sent: whether tensors are sent whole. "auto" sends tensors of four or more bytes per value whole,
+        mode: form in which tensors are sent. "auto" sends tensors of four or more bytes per value whole,
             because nearly all of their values change in every step (docs/results/weight_sync.md).
     """
 
-    def __init__(self, sent: SendMode = "auto") -> None:
-        self._sent = sent
+    def __init__(self, mode: SendMode = "auto") -> None:
+        self._mode = mode
         self._digests: dict[str, str] = {}
         self._until_full_update = 0
         self._bytes_written = 0  # bytes since all tensors were sent whole
@@ -129,7 +129,7 @@ class WeightWriter:
         self, name: str, flat: Tensor, changed: ChangeFinder | None
     ) -> NDArray[np.int64] | None:
         wide = flat.element_size() >= 4
-        if changed is None or self._sent == "full" or (self._sent == "auto" and wide):
+        if changed is None or self._mode == "full" or (self._mode == "auto" and wide):
             return None
         return changed(name, flat)
 
@@ -206,15 +206,16 @@ class WeightReader:
             held: all tensors of the receiver, with the values of the last commit.
 
         Raises:
+            FileNotFoundError: when there is no file at `path`.
             RequestError: when the file is damaged or malformed, or is for another model or another base.
         """
         try:
             with safe_open(path, framework="pt") as file:
                 meta = _read_metadata(file.metadata(), path)
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except FileNotFoundError:
+            raise
         except (SafetensorError, OSError) as error:
-            if isinstance(error, FileNotFoundError):
-                raise
             raise RequestError(f"not a weight update: {error}", where=str(path)) from None
         rewritten = {name for name in tensors if "/" not in name}
         unchanged = {name: digest for name, digest in self._digests.items() if name not in rewritten}
@@ -294,7 +295,7 @@ def _decode_update(
         dtype = dtypes.get(name, old.dtype)
         if old.shape != tensor.shape or dtype != tensor.dtype:
             raise refuse(
-                f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, and needs {dtype} {list(old.shape)}"
+                f"tensor {name} is {tensor.dtype} {list(tensor.shape)} instead of {dtype} {list(old.shape)}"
             )
     for name in sorted({part.rpartition("/")[0] for part in parts}):
         old = held.get(name)
@@ -305,7 +306,7 @@ def _decode_update(
         values = parts.pop(f"{name}/{VALUES}", None)
         if len(kinds) != 1 or values is None or values.dtype != dtype or values.dim() != 1:
             raise refuse(f"the changes of tensor {name} need one list of gaps and one of {dtype} values")
-        positions = _find_changes(parts.pop(f"{name}/{kinds[0]}"), GAPS[kinds[0]], len(values), old.numel())
+        positions = _decode_gaps(parts.pop(f"{name}/{kinds[0]}"), GAPS[kinds[0]], len(values), old.numel())
         if positions is None:
             raise refuse(f"the positions of tensor {name} do not fit its {old.numel():,} values")
         flat = old.detach().to("cpu", dtype, copy=True).contiguous().reshape(-1)
@@ -316,10 +317,10 @@ def _decode_update(
     return new
 
 
-def _find_changes(
+def _decode_gaps(
     packed: Tensor, width: type[np.unsignedinteger[Any]], count: int, size: int
 ) -> NDArray[np.int64] | None:
-    """Return `count` ascending positions below `size`; None if the gaps give others."""
+    """Return the `count` ascending positions that gaps encode; None if one is not below `size`."""
     if packed.dtype != torch.uint8 or packed.dim() != 1 or count > size:
         return None
     try:

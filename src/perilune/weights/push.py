@@ -20,8 +20,8 @@ from perilune.weights.delta import CopyComparison, Update, WeightWriter
 
 _MAX_ATTEMPTS = 8  # failed connections in a row, after which a push fails
 _MAX_WAIT_S = 10.0  # longest time between two attempts
-_CONNECT_TIMEOUT_S = 10.0  # seconds
-_ANSWER_TIMEOUT_S = 600.0  # seconds to load weights
+_CONNECT_TIMEOUT_S = 10.0
+_ANSWER_TIMEOUT_S = 600.0  # long, because the server answers once it has loaded the weights
 _AUTHENTICATE = "name the environment variable with the server's token: --token-env NAME"
 
 
@@ -30,7 +30,7 @@ class PushResult:
     """The result of a push.
 
     Attributes:
-        version: of the server's weights; None where the server counts none.
+        version: of the server's weights; None if the server does not number them.
         bytes: sent over the network; 0 if the server reads the files itself.
         changed: share of the values that changed; 1 if that was not measured.
     """
@@ -45,8 +45,8 @@ class PushResult:
 class WeightServer(ABC):
     """A server that can get new weights, and free its memory in between.
 
-    To sleep, it is `perilune serve --control`, vLLM with --enable-sleep-mode, or SGLang with
-    --enable-memory-saver.
+    Only `perilune serve --control`, vLLM with --enable-sleep-mode, and SGLang with --enable-memory-saver can
+    sleep.
     """
 
     def __init__(self, http: _Http) -> None:
@@ -91,10 +91,10 @@ class WeightServer(ABC):
 
 
 def find_server(url: str, token: str | None) -> WeightServer:
-    """Return a client for the server at `url`, whose kind its list of models shows.
+    """Return a client for the server at `url`, whose list of models names the program.
 
     Raises:
-        RequestError: when it is not Perilune, vLLM or SGLang, or refuses the token.
+        RequestError: when the server is not Perilune, vLLM or SGLang, or refuses the token.
         WorkFailedError: when it does not answer.
     """
     http = _Http(url, token)
@@ -141,7 +141,10 @@ class PeriluneServer(WeightServer):
             except httpx.TransportError as error:
                 failures += 1
                 if failures >= _MAX_ATTEMPTS:
-                    raise WorkFailedError(f"the connection was lost at byte {sent:,}: {error}") from None
+                    raise WorkFailedError(
+                        f"the connection was lost at byte {sent:,} of {total:,}: {error}",
+                        remedy="push again; the transfer resumes there",
+                    ) from None
                 time.sleep(min(0.25 * 2**failures, _MAX_WAIT_S))
 
     def _use(self, file: str, result: str) -> Any:
@@ -177,7 +180,7 @@ class FolderServer(WeightServer):
         return PushResult(self.name.lower(), None, 0, 1.0, time.monotonic() - began)
 
     def _load_paused(self, folder: Path) -> None:
-        """Load a checkpoint while the server computes nothing. Asleep, it resumes once it is awake."""
+        """Load a checkpoint while the server computes nothing; a server that sleeps needs no pause."""
         path = str(folder.absolute())
         if not self._asleep:
             self._pause()
@@ -319,7 +322,9 @@ class _Http:
             except httpx.TransportError as error:
                 message = f"the server does not answer: {error}"
                 time.sleep(min(0.1 * 2**attempt, _MAX_WAIT_S))
-        raise WorkFailedError(message, where=self._url)
+        raise WorkFailedError(
+            message, where=self._url, remedy="check the address, and whether the server runs"
+        )
 
     def post(self, path: str, body: dict[str, Any]) -> None:
         """Send one request, without repeating it: the server may have carried it out.
