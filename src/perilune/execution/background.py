@@ -1,4 +1,4 @@
-"""Work in threads that die with the process, which is as safe as a kill."""
+"""Run work in threads that end with the process. The work must be safe to kill at any point."""
 
 import time
 from collections.abc import Callable
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def in_background(work: Callable[[], T], slots: Semaphore | None = None) -> Future[T]:
-    """Run `work` in a thread, which, unlike an executor's, does not keep the process alive.
+    """Run `work` in a thread that does not keep the process alive, unlike those of an executor.
 
     Args:
         slots: limits how many threads work at once.
@@ -32,7 +32,11 @@ def in_background(work: Callable[[], T], slots: Semaphore | None = None) -> Futu
 
 
 def wait_until(deadline: float | None, *futures: Future[Any]) -> None:
-    """Wait for futures until a time of the monotonic clock, or without limit, and raise their exceptions."""
+    """Wait for futures, and raise their exceptions; at the deadline, return without those that still run.
+
+    Args:
+        deadline: time of the monotonic clock; None waits for all.
+    """
     for future in futures:
         try:
             future.result(None if deadline is None else max(0.0, deadline - time.monotonic()))

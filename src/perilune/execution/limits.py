@@ -43,6 +43,7 @@ class AttemptLimits(Frozen):
 
     @property
     def given_up_after(self) -> float:
+        """Seconds out of contact after which an attempt is abandoned and another starts."""
         return self.lost_after or self.silent_after
 
     @model_validator(mode="after")

@@ -19,11 +19,11 @@ from perilune.redaction import RedactedStream, Redactor
 from perilune.terminal import escape_control
 
 LOG_NAME = "runtime.log"
-PIECE_BYTES = 8 << 20  # bytes
+PIECE_BYTES = 8 << 20
 KEPT_PIECES = 2  # complete pieces to keep besides the first and the current one
 TAIL_BYTES = 1 << 16
 CHUNK_BYTES = 1 << 16
-DRAIN_SECONDS = 5.0
+DRAIN_SECONDS = 5.0  # to wait for the copy of the last output
 
 
 class LogWriter:

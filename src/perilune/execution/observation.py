@@ -34,7 +34,7 @@ class Observation:
 
     @property
     def is_hidden(self) -> bool:
-        """True if the attempt's state is unknown. That justifies no operation."""
+        """True if the attempt's state is unknown. Then only a time limit or the user may end the attempt."""
         return bool(self.unseen) or (self.claim is not None and self.worker is Presence.UNKNOWN)
 
 
@@ -53,7 +53,7 @@ def observe_files(bundle: Path, epoch: int) -> Observation:
     worker = claim.process.presence()
     try:
         verdict = read_verdict(runtime, epoch)
-    except RequestError as error:  # a worker that lives may still replace it
+    except RequestError as error:  # a living worker may still replace the damaged file
         verdict = make_damaged_verdict(epoch, str(error)) if worker is Presence.ABSENT else None
     return Observation(claim, worker, verdict, heartbeat=_heartbeat(runtime, epoch))
 

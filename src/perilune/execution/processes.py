@@ -23,7 +23,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
 
 class Presence(StrEnum):
-    """The result of an observation. UNKNOWN justifies nothing destructive."""
+    """Whether something exists, as observed. UNKNOWN never justifies a destructive operation."""
 
     PRESENT = "present"
     ABSENT = "absent"
@@ -98,8 +98,8 @@ def find_marked(variable: str, value: str) -> list[psutil.Process]:
 def kill_all(find: Callable[[], Iterable[psutil.Process]], *, grace: float) -> bool:
     """End every process that `find` returns: TERM, up to `grace` seconds, then KILL.
 
-    `find` is called again after every round, so that processes started meanwhile do not escape. Exit statuses
-    are left to the parents.
+    `find` is called again after every round, so that processes started meanwhile do not escape. The parents
+    still have to collect the exit statuses.
 
     Returns:
         True once none is left; False if some survive KILL for `UNKILLABLE_SECONDS` (as on a hung disk).

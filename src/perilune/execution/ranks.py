@@ -33,7 +33,7 @@ from perilune.redaction import KNOWN_SECRETS
 
 RENDEZVOUS = "PERILUNE_RENDEZVOUS"  # variable: a file through which the processes find each other
 POLL_SECONDS = 0.1
-LOST_SECONDS = 3.0  # for a lost process to report why, after another has noticed the loss
+LOST_SECONDS = 3.0  # to wait for a process's own report after another process has reported its loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Node:
     """This machine among the machines of a task.
 
     Attributes:
-        number: 0 leads.
-        count: of machines.
+        number: from 0 to count - 1; machine 0 leads.
+        count: number of machines.
         address, port: rendezvous of the leading process; "" and 0 for a single machine.
     """
 
@@ -67,7 +67,7 @@ class Node:
 
 
 def wait_for_end(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Wait until a child ends, asleep; `Popen.wait` with a timeout wakes every 50 ms."""
+    """Wait up to `seconds` until a child ends. `Popen.wait` with a timeout would poll every 50 ms."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except (AttributeError, OSError):  # a system without this call
@@ -97,7 +97,7 @@ class Ranks:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pumps: list[LogPump] = []
         self._statuses: list[int | None] = []
-        self._meeting: Path | None = None
+        self._rendezvous: Path | None = None
 
     @property
     def _world(self) -> int:
@@ -105,7 +105,7 @@ class Ranks:
 
     @property
     def root(self) -> int:
-        """The process that is the ancestor of all others."""
+        """The id of the common ancestor of all processes: the only one, or else this process."""
         return self._processes[0].pid if len(self._processes) == 1 else os.getpid()
 
     def start(self) -> None:
@@ -120,8 +120,8 @@ class Ranks:
         if self._node.count > 1:
             environment |= self._node.variables() | find_interface_variables(self._node.address)
         elif count > 1:
-            self._meeting = Path(tempfile.mkdtemp(prefix="perilune-"))
-            environment |= {RENDEZVOUS: str(self._meeting / "processes")}
+            self._rendezvous = Path(tempfile.mkdtemp(prefix="perilune-"))
+            environment |= {RENDEZVOUS: str(self._rendezvous / "processes")}
         for local in range(count):
             rank = self._first + local
             own = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": self._world}
@@ -146,7 +146,7 @@ class Ranks:
         )
 
     def wait(self, is_stopping: Callable[[], bool]) -> bool:
-        """Wait until all have succeeded or one has failed; False if `is_stopping` became true before."""
+        """Wait until all have succeeded or one has failed; False if `is_stopping` returned True before."""
         while not self._is_over():
             if is_stopping():
                 return False
@@ -200,8 +200,8 @@ class Ranks:
         """Make the logs durable; call it when all processes have ended."""
         for pump in self._pumps:
             pump.close()
-        if self._meeting is not None:
-            shutil.rmtree(self._meeting, ignore_errors=True)
+        if self._rendezvous is not None:
+            shutil.rmtree(self._rendezvous, ignore_errors=True)
 
 
 def rank_directory(bundle: Path, rank: int) -> Path:
@@ -211,8 +211,8 @@ def rank_directory(bundle: Path, rank: int) -> Path:
 
 def write_logs(bundle: Path) -> None:
     """Write the kept logs of this machine's processes to artifacts/."""
-    beside = [int(path.name.partition("-")[2]) for path in (bundle / "runtime").glob("process-*")]
-    for rank in (0, *beside):
+    others = [int(path.name.partition("-")[2]) for path in (bundle / "runtime").glob("process-*")]
+    for rank in (0, *others):
         write_whole_log(rank_directory(bundle, rank), rank_log(bundle, rank))
 
 
@@ -228,7 +228,10 @@ def find_interface_variables(address: str) -> dict[str, str]:
             probe.connect(where)
             local = probe.getsockname()[0]
     except OSError as error:
-        raise RequestError(f"the leading machine {address} cannot be reached: {error}") from None
+        raise RequestError(
+            f"the leading machine {address} cannot be reached: {error}",
+            remedy="check the network between the machines",
+        ) from None
     for name, addresses in psutil.net_if_addrs().items():
         if any(item.address.partition("%")[0] == local for item in addresses):
             return {
@@ -244,6 +247,6 @@ def rank_log(bundle: Path, rank: int) -> Path:
 
 
 def _guilt_order(failure: tuple[int, Ending]) -> tuple[bool, bool, int]:
-    """Sort key: first processes ended by a signal, then those with a reason, last those that lost another."""
+    """Sort key: first processes that a signal other than SIGTERM ended, last those that lost another."""
     rank, ending = failure
     return ending.cause is Cause.PROCESS_LOST, ending.signal in {None, signal.SIGTERM}, rank

@@ -24,13 +24,12 @@ from perilune.bundle.machine import Machine
 Status = Literal["ok", "advice", "missing"]
 
 _GIB = 2**30
-_MEMORY_NEEDED, _MEMORY_ADVISED = 1 * _GIB, 4 * _GIB  # the quickstart peaks below the first
+_MEMORY_NEEDED, _MEMORY_ADVISED = 1 * _GIB, 4 * _GIB  # the quickstart needs less than _MEMORY_NEEDED
 _DISK_NEEDED, _DISK_ADVISED = _GIB // 4, 2 * _GIB
-# SQLite's write-ahead log needs shared memory between its users, which these do not give.
+# On these, processes on different machines share no memory, which SQLite's write-ahead log needs.
 _NETWORK_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smbfs", "smb3", "9p", "afs", "fuse.sshfs"})
-
-
-_CLIENT_PATIENCE = 10.0  # seconds
+_CLIENT_TIMEOUT_S = 10.0
+MAX_NAMED_PACKAGES = 4  # packages of an extra that a finding names
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +151,11 @@ def _check_gpu(machine: Machine) -> Finding:
 
 
 def check_containers(program: str, template: str) -> Finding:
+    """Check that `program`, Docker's or Podman's client, which a template names, reaches its server."""
     command = [program, "version", "--format", "{{.Server.Version}}"]
     try:
         answer = subprocess.run(
-            command, capture_output=True, text=True, timeout=_CLIENT_PATIENCE, check=False
+            command, capture_output=True, text=True, timeout=_CLIENT_TIMEOUT_S, check=False
         )
         works, text = answer.returncode == 0, answer.stderr if answer.returncode else answer.stdout
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -170,7 +170,7 @@ def check_containers(program: str, template: str) -> Finding:
 def _check_programs() -> Iterator[Finding]:
     yield _check_program("git", "bundles record the commit they ran from", "git")
     yield _check_program(
-        "sshd", "the tests of remote execution run", "openssh-server", beside="/usr/sbin/sshd"
+        "sshd", "the tests of remote execution run", "openssh-server", fallback="/usr/sbin/sshd"
     )
     chromium = (
         _first_program("chromium", "chromium-browser", "google-chrome", "chrome") or _playwright_chromium()
@@ -180,9 +180,6 @@ def _check_programs() -> Iterator[Finding]:
     else:
         remedy = f"{_pip_install('playwright')} && {_python()} -m playwright install --with-deps chromium"
         yield Finding("Chromium", "advice", "absent; with it the tests of the report run", remedy)
-
-
-MAX_NAMED_PACKAGES = 4  # packages of an extra that a finding names
 
 
 def _check_extras() -> Iterator[Finding]:
@@ -245,8 +242,8 @@ def _python() -> str:
     return "python" if same else sys.executable
 
 
-def _check_program(name: str, purpose: str, package: str, *, beside: str = "") -> Finding:
-    program = _first_program(name, beside)
+def _check_program(name: str, purpose: str, package: str, *, fallback: str = "") -> Finding:
+    program = _first_program(name, fallback)
     if program:
         return Finding(name, "ok", program)
     return Finding(name, "advice", f"absent; with it {purpose}", _system_install(package))
@@ -257,7 +254,7 @@ def _first_program(*names: str) -> str:
 
 
 def _playwright_chromium() -> str:
-    """Chromium as installed by Playwright, outside the search path."""
+    """Return the path of a Chromium that Playwright installed outside the search path; "" without one."""
     default = "Library/Caches/ms-playwright" if platform.system() == "Darwin" else ".cache/ms-playwright"
     folder = Path(os.environ.get("PLAYWRIGHT_BROWSERS_PATH") or Path.home() / default)
     return next((str(path) for path in sorted(folder.glob("chromium*"), reverse=True)), "")

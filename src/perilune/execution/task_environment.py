@@ -24,7 +24,7 @@ def make_task_environment(job: Job, mark: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the task process of `job`.
 
     Args:
-        mark: further variables that identify its processes.
+        mark: further variables, by which the processes of the attempt are found.
 
     Raises:
         RequestError: a secret of the job is not set on this machine.

@@ -43,7 +43,11 @@ def run_task(bundle: Path) -> None:
         register_secrets(follower.job.secrets)
         plugin = load_plugin(follower.job.task)
         if not is_parallel(plugin):
-            raise RequestError(f"the task {plugin.name} runs in one process", remedy="start one")
+            raise RequestError(
+                f"the task {plugin.name} cannot run in several processes",
+                where=f"stage {follower.job.stage}",
+                remedy="start a single process, without torchrun",
+            )
         if not was_finished(follower, plugin):
             plugin.run(follower)
         return
@@ -60,7 +64,7 @@ def run_task(bundle: Path) -> None:
             raise
         record_precheck(workspace)  # and again, once all its modules are loaded
         workspace.finish(summary)
-    if not (bundle / plugin.output).exists():  # which may be the summary itself
+    if not (bundle / plugin.output).exists():  # the output may be the summary itself
         raise WorkFailedError(f"the task ended without its output {plugin.output}") from _MissingOutputError()
 
 
@@ -69,12 +73,12 @@ def was_finished(workspace: Workspace, plugin: TaskPlugin) -> bool:
 
     Always False with several machines, because the others may not see that summary.
     """
-    together = workspace.job.resources.nodes == 1
-    return together and (workspace.artifacts / SUMMARY).exists() and (workspace.root / plugin.output).exists()
+    single = workspace.job.resources.nodes == 1
+    return single and (workspace.artifacts / SUMMARY).exists() and (workspace.root / plugin.output).exists()
 
 
-class _MissingOutputError(Exception):  # - marks a cause, never raised by itself
-    """The task did not produce its output."""
+class _MissingOutputError(Exception):
+    """The task did not produce its output. Only used as the `__cause__` of a WorkFailedError."""
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ class Cause(StrEnum):
     """The reason why an attempt did not succeed."""
 
     NONE = ""
-    REQUEST = "request_error"  # the task found the request wrong
+    REQUEST = "request_error"  # the task reported an error in the request
     WORK = "work_failed"  # the task reported why it could not continue
     CRASHED = "crashed"  # an unexpected exception
     STALLED = "stalled"  # no progress for too long, so the watchdog ended it
@@ -38,15 +38,15 @@ class Cause(StrEnum):
     OUT_OF_MEMORY = "out_of_memory"
     DISK_FULL = "disk_full"
     STOPPED = "stopped"  # the worker was asked to stop
-    BUNDLE_REJECTED = "bundle_rejected"  # it differs from what was frozen
+    BUNDLE_REJECTED = "bundle_rejected"  # the bundle differs from what was frozen
     TRANSFER_FAILED = "transfer_failed"  # uploaded files arrived damaged
-    TIMED_OUT = "timeout"  # it reached the time limit of its template
+    TIMED_OUT = "timeout"  # the attempt reached the time limit of its template
     HOST_REFUSED = "host_refused"  # the machine is the wrong one or refuses access
     ARTIFACT_MISSING = "artifact_missing"
     ARTIFACT_INVALID = "artifact_invalid"
     START_FAILED = "start_failed"  # the worker did not start
     RUNNER_DIED = "runner_died"  # the worker died without a result
-    UNREACHABLE = "unreachable"  # for longer than the policy waits
+    UNREACHABLE = "unreachable"  # for longer than the retry policy allows
     NO_MACHINE = "no_machine"  # none could be rented in time
     PREEMPTED = "preempted"  # its machine was preempted
     MACHINE_LOST = "machine_lost"  # its machine is gone for an unknown reason
@@ -98,7 +98,7 @@ def parse_verdict(fields: Mapping[str, Any]) -> Verdict:
     """Return the verdict with these fields, whose types are checked.
 
     Raises:
-        KeyError, TypeError, ValueError: they are not those of a verdict.
+        KeyError, TypeError, ValueError: the fields are not those of a verdict.
     """
     Cause(fields["cause"])
     return TypeAdapter(Verdict).validate_python(dict(fields))
@@ -137,7 +137,7 @@ def find_ending(status: int, failure: Path, *, stopped: bool, memory_kill: bool)
     if number is not None:
         return Ending(None, number, *_find_signal_ending(number, memory_kill))
     if failure.exists():
-        with contextlib.suppress(RequestError, OSError, KeyError, TypeError, ValueError):  # it is damaged
+        with contextlib.suppress(RequestError, OSError, KeyError, TypeError, ValueError):  # a damaged report
             report = read_json(failure)
             return Ending(code, None, Cause(report["cause"]), str(report["message"]))
     if stall := read_stall(failure.parent):
@@ -148,13 +148,14 @@ def find_ending(status: int, failure: Path, *, stopped: bool, memory_kill: bool)
 
 def _find_signal_ending(number: int, memory_kill: bool) -> tuple[Cause, str]:
     if number == signal.SIGKILL and memory_kill:
-        return Cause.OUT_OF_MEMORY, "the kernel killed it for lack of memory"
+        return Cause.OUT_OF_MEMORY, "the kernel killed the process for lack of memory"
     if number in OUTSIDE_SIGNALS:
         return Cause.KILLED, f"killed from outside with {signal_name(number)}"
     return Cause.SIGNALLED, f"killed by {signal_name(number)}"
 
 
 def find_cause(error: BaseException) -> Cause:
+    """Return the cause that describes an exception; an OSError in its chain may reveal a full disk."""
     chain: BaseException | None = error
     while chain is not None:
         if isinstance(chain, OSError) and chain.errno in {errno.ENOSPC, errno.EDQUOT}:
@@ -182,20 +183,18 @@ def describe_error(error: Exception) -> str:
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
     location = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    what = "the disk is full" if find_cause(error) is Cause.DISK_FULL else f"{type(error).__name__}: {error}"
-    return what + location
+    text = "the disk is full" if find_cause(error) is Cause.DISK_FULL else f"{type(error).__name__}: {error}"
+    return text + location
 
 
 _OWN_EVENTS = {1: "memory.oom_control", 2: "memory.events.local"}  # by version of control groups
 
 
 def count_memory_kills() -> int:
-    """Return the number of processes that the kernel has killed for lack of memory.
+    """Return how many processes of this process's control group the kernel has killed for lack of memory.
 
-    They are counted in this process's control group, or on this machine if the group is unknown; 0 if neither
-    is known.
-
-    The groups of other jobs, of containers and of sandboxed runs have limits of their own.
+    Does not count other groups (other jobs, containers, sandboxed runs), because they have limits of their
+    own. Counts the whole machine if the group is unknown; 0 if neither count is available.
     """
     try:
         version, _, folder = own_group()

@@ -60,8 +60,8 @@ def run_bundle(
         echo: copy the task's output to stdout.
 
     Raises:
-        RequestError: there is no bundle, or this attempt may not run. A modified bundle or a missing secret
-            leads to a verdict instead.
+        RequestError: there is no bundle, or its claim is refused (see `hold_claim`). A modified bundle or a
+            missing secret leads to a verdict instead.
     """
     bundle = bundle.absolute()
     if not (bundle / "job.json").is_file():
@@ -81,7 +81,7 @@ class _Supervisor:
         self.reserve = self.runtime / RESERVE_FILE
         self.began = time.monotonic()
         self.stopping = False
-        self.leads = True
+        self.leads = True  # whether this machine is the first of the job's machines, which has the summary
 
     def run(self) -> Verdict:
         adopt_orphans()
@@ -103,8 +103,8 @@ class _Supervisor:
     def _prepare(self) -> None:
         self.artifacts.mkdir(exist_ok=True)
         self.reserve.write_bytes(bytes(RESERVE_BYTES))
-        order = self.runtime / "run.json"
-        expected = read_json(order)["bundle_digest"] if order.exists() else None
+        run_info = self.runtime / "run.json"
+        expected = read_json(run_info)["bundle_digest"] if run_info.exists() else None
         try:
             require_verified(self.bundle, expected)
         except RequestError as error:

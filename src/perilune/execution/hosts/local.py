@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import BinaryIO
 
-from perilune.execution.hosts.protocol import MAX_OUTPUT_BYTES, Answer, HostUnreachableError
+from perilune.execution.hosts.protocol import MAX_OUTPUT_BYTES, TOO_MUCH_OUTPUT, Answer, HostUnreachableError
 
 NOT_FOUND_EXIT_CODE = 127  # a shell's exit code for a missing program
 TAIL_BYTES = 1 << 14  # bytes of stderr to keep
-CHECK_SECONDS = 1.0  # between two looks at the size of the output
+CHECK_SECONDS = 1.0  # between two checks of the size of the output
 
 
 class LocalHost:
@@ -51,7 +51,7 @@ class LocalHost:
                 code = self._wait(process, timeout, (sink or out, errors))
             finally:
                 if process.poll() is None:
-                    # Without it, its children would write on until the disk is full.
+                    # Kill the whole group: a child that survives could write until the disk is full.
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
             out.seek(0)
@@ -64,7 +64,7 @@ class LocalHost:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(max(0.0, min(CHECK_SECONDS, until - time.monotonic())))
             if any(os.fstat(file.fileno()).st_size > MAX_OUTPUT_BYTES for file in outputs):
-                raise HostUnreachableError("it answers with too much output", where=self.name)
+                raise HostUnreachableError(TOO_MUCH_OUTPUT, where=self.name)
             if time.monotonic() >= until:
                 raise HostUnreachableError(f"no answer in {timeout:.0f} s", where=self.name)
 

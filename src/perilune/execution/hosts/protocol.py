@@ -10,7 +10,8 @@ from typing import BinaryIO, Protocol
 
 from perilune.errors import PeriluneError, RequestError
 
-MAX_OUTPUT_BYTES = 1 << 28  # bytes of a command's output; no operation of the runner writes as much
+MAX_OUTPUT_BYTES = 1 << 28  # of a command; no operation of the runner writes as much
+TOO_MUCH_OUTPUT = f"too much output: more than {MAX_OUTPUT_BYTES >> 20} MiB"
 
 
 class HostUnreachableError(PeriluneError):

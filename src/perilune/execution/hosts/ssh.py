@@ -82,7 +82,7 @@ class SshHost:
 
     Args:
         folder: for files with pinned keys.
-        learn: pin the key that a previously unknown machine shows at first contact.
+        learn: trust on first use: pin the key that a previously unknown machine shows at first contact.
 
     Raises:
         RequestError: there is no private folder for connections.
@@ -184,7 +184,7 @@ def private_folder() -> Path:
     """Return a folder for sockets with a short path, which only this user can enter.
 
     Raises:
-        RequestError: another user created it, or it is accessible to others.
+        RequestError: the folder belongs to another user, or others can access it.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     is_usable = os.access(runtime, os.W_OK)  # not after `su`, or in a job of cron
@@ -193,5 +193,9 @@ def private_folder() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise RequestError("this folder is accessible to others", where=str(folder), remedy="remove it")
+        raise RequestError(
+            "the folder for ssh connections belongs to another user, or others can access it",
+            where=str(folder),
+            remedy="remove it; Perilune then creates a private one",
+        )
     return folder

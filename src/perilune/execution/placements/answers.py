@@ -13,15 +13,18 @@ from perilune.execution.observation import Observation
 from perilune.execution.processes import Presence
 from perilune.execution.verdict import make_damaged_verdict, parse_verdict
 
-MAX_LINE_BYTES = 1 << 20  # longest line in bytes
-MAX_MESSAGE_CHARS = 2000  # longest message in characters
+MAX_LINE_BYTES = 1 << 20
+MAX_MESSAGE_CHARS = 2000
 
 
 def parse_last_document(output: bytes, name: str) -> dict[str, Any]:
     """Return the JSON object on the last line.
 
+    Args:
+        name: of the machine, for messages.
+
     Raises:
-        HostUnreachableError: there is none.
+        HostUnreachableError: the last line is no JSON object.
     """
     lines = output.strip().splitlines()
     try:
@@ -47,7 +50,7 @@ def make_observation(seen: Mapping[str, Any], epoch: int, *, more: bool) -> Obse
     """Return the runner's observation of attempt `epoch`.
 
     Raises:
-        ValueError, KeyError, TypeError: it is malformed.
+        ValueError, KeyError, TypeError: `seen` is malformed, or is about another attempt.
     """
     fields, result = seen["claim"], seen["result"]
     if seen["superseded"]:

@@ -16,7 +16,7 @@ from perilune.execution.processes import Presence
 from perilune.execution.verdict import Cause
 
 T = TypeVar("T")
-MAX_CONCURRENT_CALLS = 8  # concurrent calls
+MAX_CONCURRENT_CALLS = 8
 
 
 class GangPlacement:
@@ -37,14 +37,14 @@ class GangPlacement:
         self,
         attempt: Assignment,
         bundle: Path,
-        order: Mapping[str, Any],
+        run_info: Mapping[str, Any],
         previous: Assignment | None,
         is_cancelled: Callable[[], bool],
     ) -> str:
         """Implement `Placement.stage`; the working copy is made once, with the leading machine."""
 
         def stage(member: Placement, there: Assignment) -> str:
-            return member.stage(there, bundle, order, previous, is_cancelled)
+            return member.stage(there, bundle, run_info, previous, is_cancelled)
 
         (notice,) = self._call_each(attempt, stage, nodes=range(1))
         self._call_each(attempt, stage, nodes=range(1, len(self.members)))
@@ -63,7 +63,7 @@ class GangPlacement:
         return combine_observations(self._call_each(attempt, lambda member, there: member.observe(there)))
 
     def pull(self, attempt: Assignment, *, whole: bool = False) -> None:
-        if whole:  # evidence is complete only once no machine works any more
+        if whole:  # the evidence is complete only once all machines have stopped
             self.stop(attempt)
         self._call_each(attempt, lambda member, there: member.pull(there, whole=whole))
 
@@ -113,7 +113,7 @@ def combine_observations(looks: Sequence[Observation]) -> Observation:
     leader = looks[0]
     ended = all(look.verdict is not None for look in looks)
     worker = leader.worker
-    if not ended:  # UNKNOWN where a worker is not present, because machines with a dead worker have failed
+    if not ended:  # workers that are not PRESENT here are UNKNOWN: an ABSENT one was handled as a failure
         present = all(look.worker is Presence.PRESENT for look in looks if look.verdict is None)
         worker = Presence.PRESENT if present else Presence.UNKNOWN
     heartbeat = min(look.heartbeat for look in looks)

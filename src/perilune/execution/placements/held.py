@@ -21,7 +21,7 @@ def parse_held(listed: Any) -> list[Entry]:
     """Return the entries of a machine's list, which is not trusted.
 
     Raises:
-        ValueError, TypeError: the list is malformed, or names a file outside such a checkpoint.
+        ValueError, TypeError: the list is malformed, or names a file outside the checkpoints for resuming.
     """
     entries = [Entry(str(path), int(size), str(sha), str(mode)) for path, size, sha, mode in listed]
     for entry in entries:
@@ -48,7 +48,7 @@ def read_held(attempt: Path) -> list[Entry]:
 
 
 def find_restart_reason(previous: Path | None, upload: Upload) -> str:
-    """Return why an attempt starts from the beginning although the previous one had a checkpoint; or ""."""
+    """Return why an attempt cannot resume from the previous one's checkpoint; "" if it can or has none."""
     events = None if previous is None else previous / "runtime" / "events.jsonl"
     if events is None or not events.exists():
         return ""

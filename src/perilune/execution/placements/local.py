@@ -22,7 +22,7 @@ from perilune.files import write_json
 
 NAME = "local"
 START_TIMEOUT_S = 120.0  # seconds from a worker's start to its claim
-EXIT_MARGIN_S = 10.0  # seconds after its task's grace period in which a stopping worker hashes outputs
+EXIT_MARGIN_S = 10.0  # seconds that a stopping worker needs to hash outputs, after the grace period
 # Outputs of an earlier attempt that the next one continues from.
 RESTORED_PATHS = (
     *("checkpoints", "episodes", "traces", "metrics.jsonl"),
@@ -39,26 +39,26 @@ class LocalPlacement:
 
     def __init__(self) -> None:
         self._started: dict[Assignment, subprocess.Popen[bytes]] = {}
-        self._since: dict[Assignment, float] = {}
+        self._started_at: dict[Assignment, float] = {}  # on the monotonic clock
 
     def stage(
         self,
         attempt: Assignment,
         bundle: Path,
-        order: Mapping[str, Any],
+        run_info: Mapping[str, Any],
         previous: Assignment | None,
         is_cancelled: Callable[[], bool],
     ) -> str:
         """Implement `Placement.stage`; removes the remains of a killed staging."""
         before = None if previous is None else previous.directory
-        create_working_copy(bundle, attempt.directory, order, before)
+        create_working_copy(bundle, attempt.directory, run_info, before)
         return ""
 
     def start(self, attempt: Assignment) -> None:
         log = attempt.directory / "runtime" / "worker.log"
         command = launcher.worker_command(attempt.directory, attempt.epoch)
         self._started[attempt] = launcher.start_detached(command, log)
-        self._since[attempt] = time.monotonic()
+        self._started_at[attempt] = time.monotonic()
 
     def observe(self, attempt: Assignment) -> Observation:
         child = self._started.get(attempt)
@@ -71,7 +71,7 @@ class LocalPlacement:
         child = self._started.get(attempt)
         if child is None or child.poll() is not None:
             return False
-        is_late = time.monotonic() - self._since[attempt] > START_TIMEOUT_S
+        is_late = time.monotonic() - self._started_at[attempt] > START_TIMEOUT_S
         if is_late and observe_files(attempt.directory, attempt.epoch).claim is None:
             child.kill()
         return True
@@ -107,11 +107,12 @@ class LocalPlacement:
 
 
 def create_working_copy(
-    bundle: Path, directory: Path, order: Mapping[str, Any], previous: Path | None
+    bundle: Path, directory: Path, run_info: Mapping[str, Any], previous: Path | None
 ) -> None:
     """Create an attempt's working copy at `directory`, completely or not at all, replacing what is there.
 
     Args:
+        run_info: content of runtime/run.json.
         previous: the directory of the attempt to restore from.
 
     Raises:
@@ -125,7 +126,7 @@ def create_working_copy(
         copy_for_attempt(bundle, directory)
         if previous is not None:
             restore_outputs(previous / "artifacts", directory / "artifacts")
-        write_json(directory / "runtime" / "run.json", order)
+        write_json(directory / "runtime" / "run.json", run_info)
 
 
 def restore_outputs(previous: Path, artifacts: Path) -> None:
@@ -143,7 +144,11 @@ def restore_outputs(previous: Path, artifacts: Path) -> None:
 
 
 def invalidate_claim(attempt: Path, epoch: int) -> Claim | None:
-    """Claim an unclaimed attempt, so that no worker can start it; or return the claim that came first."""
+    """Claim an unclaimed attempt, so that no worker can start it.
+
+    Returns:
+        The claim of a worker that was faster; None if no worker can start the attempt.
+    """
     if not attempt.is_dir():
         return None
     with contextlib.suppress(RequestError), hold_claim(attempt, epoch):

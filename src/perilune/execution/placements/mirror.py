@@ -31,15 +31,15 @@ from perilune.files import (
     write_atomic,
 )
 
-MAX_FRAME_BYTES = 1 << 20  # longest frame in bytes
-MAX_HEADER_BYTES = 1 << 24  # longest JSON line in bytes
-LOCK_POLL_S = 0.05  # seconds
+MAX_FRAME_BYTES = 1 << 20
+MAX_HEADER_BYTES = 1 << 24  # of the line of JSON before a frame, or at the end of a transfer
+LOCK_POLL_S = 0.05
 MANIFEST, RESULT = "artifacts/manifest.json", "runtime/result.json"
 CHECKPOINTS_FOLDER = "artifacts/checkpoints"
 MIRRORED_FOLDERS = ("runtime", "artifacts")
 
 Bring = Literal["metrics", "final", "all"]
-"""The checkpoints that come home: none; those that training finished with; also those to resume from."""
+"""The checkpoints to fetch: none ("metrics"), the final and best weights, or also those to resume from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,9 @@ class Mirror:
     """The local copy in `directory` of the files of one attempt.
 
     Args:
-        rescue: whether an attempt that ends early brings what resuming needs, because its machine goes away.
+        bring: the checkpoints to fetch.
+        rescue: whether to fetch the checkpoints to resume from if the attempt ends early, because its machine
+            goes away.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Mirror:
         self.directory, self.folders, self.bring, self.rescue = directory, folders, bring, rescue
         self._arriving = directory.with_name(f".{directory.name}.arriving")
         self._cursor_file = directory.with_name(f"{directory.name}.pulled.json")
+        # By path: inode, mtime in ns, number of bytes here, and digest of the last bytes.
         self._cursor: dict[str, list[Any]] = (
             read_json(self._cursor_file) if self._cursor_file.exists() else {}
         )
@@ -119,7 +122,7 @@ class Mirror:
             WorkFailedError: a file differs from the manifest; it is forgotten, and transferred again.
         """
         arrived = self._arriving / MANIFEST
-        if not (self._arriving / RESULT).exists():  # another process was killed after it settled this
+        if not (self._arriving / RESULT).exists():  # another process moved it into place, and was killed
             self._forget(MANIFEST)
             self._forget(RESULT)
             raise WorkFailedError(f"{RESULT} has to be transferred again")
@@ -175,11 +178,11 @@ class Mirror:
     def _put(self, header: dict[str, Any], data: bytes) -> None:
         path, offset = _validate_path(header["path"]), int(header["offset"])
         if offset < 0:
-            raise HostRefusedError(f"it sent a frame at {offset}")
+            raise HostRefusedError(f"it sent a frame at the negative offset {offset}")
         status, tail = [int(header["ino"]), int(header["mtime"])], str(header["tail"])
         known = self._cursor.get(path)
         if offset and (known is None or known[0] != status[0] or known[2] != offset):
-            return  # it does not continue the file that is here
+            return  # the frame does not continue the file that is here
         here, arriving = self.directory / path, self._arriving / path
         in_place = offset > 0 and not arriving.exists()
         target = here if in_place else arriving
@@ -208,20 +211,12 @@ class Mirror:
     def _complete_units(self, units: dict[str, dict[str, int]]) -> None:
         """Rename complete checkpoints into place; then delete those that the machine has deleted."""
         for name, files in units.items():
-            arrived, here = (
-                self._arriving / CHECKPOINTS_FOLDER / name,
-                self.directory / _validate_path(f"{CHECKPOINTS_FOLDER}/{name}"),
-            )
-            if here.exists() or not files:
+            unit = _validate_path(f"{CHECKPOINTS_FOLDER}/{name}")
+            if (self.directory / unit).exists() or not files:
                 continue
-            if all(
-                _size(
-                    arrived / _validate_path(f"{CHECKPOINTS_FOLDER}/{inside}")[len(CHECKPOINTS_FOLDER) + 1 :]
-                )
-                == size
-                for inside, size in files.items()
-            ):
-                self._place(arrived, here)
+            paths = {_validate_path(f"{unit}/{inside}"): size for inside, size in files.items()}
+            if all(_size(self._arriving / path) == size for path, size in paths.items()):
+                self._place(self._arriving / unit, self.directory / unit)
         here_now = set(self._units())
         if units and here_now >= units.keys():
             for name in here_now - units.keys():

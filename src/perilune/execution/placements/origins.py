@@ -1,7 +1,7 @@
 """URLs from which a machine can download the base model of an attempt, instead of receiving it over ssh.
 
-These are public files of the Hugging Face hub, at the commit of the local copy. The machine checks the digest
-of each file.
+The URLs point to public files on the Hugging Face hub, at the commit of the local copy. The machine checks
+each file's digest.
 """
 
 import re

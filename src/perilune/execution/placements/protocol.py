@@ -68,7 +68,7 @@ class Placement(Protocol):
         self,
         attempt: Assignment,
         bundle: Path,
-        order: Mapping[str, Any],
+        run_info: Mapping[str, Any],
         previous: Assignment | None,
         is_cancelled: Callable[[], bool],
     ) -> str:
@@ -77,13 +77,14 @@ class Placement(Protocol):
         Must not be called once a worker may have been started there.
 
         Args:
-            order: content of runtime/run.json for the worker, with "bundle_digest".
+            run_info: content of runtime/run.json for the worker, with "bundle_digest".
             previous: an ended attempt whose complete checkpoints and metrics are restored. If it was lost and
                 still has files there, its processes are ended first.
             is_cancelled: asked from time to time during an upload, which ends when the answer is True.
 
         Returns:
-            The reason for starting from the beginning although the previous one had a checkpoint; or "".
+            The reason why the attempt cannot resume from the previous one's checkpoint; "" if it can, or if
+            there is no checkpoint.
 
         Raises:
             RequestError: the bundle differs from what was frozen, or a disk is full.

@@ -66,9 +66,9 @@ REFUSED, NOT_FOUND = 3, (126, 127)  # exit codes: of a runner that refuses; of a
 LOOK_BYTES, PULL_BYTES = 256 << 10, 32 << 20  # transferred with one observation, and with one pull
 LOOK_SECONDS, CHANGE_SECONDS, SEND_SECONDS = 30.0, 120.0, 6 * 3600.0  # timeouts of calls
 HOLD_SECONDS = 1800.0  # timeout of a call that hashes checkpoints
-LARGE_FILE_BYTES = 1 << 20  # bytes of outputs that the machine keeps for later stages
+LARGE_FILE_BYTES = 1 << 20  # the machine keeps outputs of at least this size for later stages
 MAX_PULLS = 3  # tries to pull files that differ from the manifest
-MAX_SENDS = 3  # to learn what is missing, to send it, and to send damaged contents again
+MAX_SENDS = 3  # uploads: to learn what is missing, to send it, and to repeat damaged contents
 BUSY_SECONDS = 2.0  # pause while another call uploads to the same attempt
 CANCEL_SECONDS = 0.5  # between two checks of an upload for a cancellation
 
@@ -117,9 +117,9 @@ class RemotePlacement:
 
     Args:
         container: the container that workers run in; None for plain processes.
-        bring: which checkpoints come home. Those that stay are kept on the machine for the next attempt.
-        lasting: whether the machine outlives its attempts. If not, an attempt that ends early brings the
-            checkpoints that resuming needs.
+        bring: which checkpoints are fetched. The machine keeps the others for the next attempt.
+        lasting: whether the machine outlives its attempts. If not, the checkpoints to resume from are fetched
+            when an attempt ends early.
     """
 
     capabilities = Capabilities(is_remote=True, look_interval_s=1.0)
@@ -143,7 +143,7 @@ class RemotePlacement:
         self,
         attempt: Assignment,
         bundle: Path,
-        order: Mapping[str, Any],
+        run_info: Mapping[str, Any],
         previous: Assignment | None,
         is_cancelled: Callable[[], bool],
     ) -> str:
@@ -152,7 +152,7 @@ class RemotePlacement:
         if attempt.node == 0:
             if previous is not None and self._stores_checkpoints:
                 self._store_lost_checkpoints(previous)
-            create_working_copy(bundle, attempt.directory, order, before)
+            create_working_copy(bundle, attempt.directory, run_info, before)
         with self._mirror(attempt) as home:
             home.reset()
         held = read_held(before) if before is not None and self.bring != "all" else []
@@ -260,7 +260,7 @@ class RemotePlacement:
         """Implement `Placement.remove`.
 
         The machine keeps large outputs, so that a later stage there need not upload them again, and the
-        checkpoints that the next attempt resumes from and that did not come home.
+        checkpoints that the next attempt resumes from and that were not fetched.
         """
         if attempt.node == 0 and output_bytes(attempt.directory) >= LARGE_FILE_BYTES:
             self._call(attempt, "keep_outputs", "--share", str(self.site.store), timeout=HOLD_SECONDS)
@@ -274,7 +274,7 @@ class RemotePlacement:
         return self.bring != "all" and self.lasting
 
     def _store_checkpoints(self, attempt: Assignment, *options: str) -> None:
-        """Move the attempt's checkpoints to the machine's store, and record which these are."""
+        """Move the attempt's checkpoints to the machine's store, and record which files the store has."""
         options = ("--share", str(self.site.store), *options)
         answer = self._call(attempt, "hold", *options, timeout=HOLD_SECONDS)
         if answer.get("held") is not None:
@@ -284,15 +284,15 @@ class RemotePlacement:
                 raise HostUnreachableError(f"{self.name}: its answer is malformed ({error})") from None
 
     def _store_lost_checkpoints(self, attempt: Assignment) -> None:
-        """Hold the checkpoints of an attempt that was lost, if the machine still has its files.
+        """Move the checkpoints of a lost attempt to the machine's store, if its files are still there.
 
-        Its processes are ended first, as `start` of the next attempt would, so nothing writes to them. The
-        rest comes home too, because a checkpoint is resumed with the metrics of all steps before it.
+        The attempt's processes are ended first, as `start` of the next attempt would do, so that nothing
+        writes to the files. The metrics are fetched, because resuming needs those of all earlier steps.
         """
         look, _ = self._observe(attempt, None, 0, LOOK_SECONDS)
         if look.get("staged") is not True or not self.stop(attempt):
             return
-        with contextlib.suppress(WorkFailedError):  # damaged files, which the next attempt makes again
+        with contextlib.suppress(WorkFailedError):  # files are damaged; the next attempt computes them again
             self.pull(attempt, whole=True)
         self._store_checkpoints(attempt, "--lost")
 
@@ -364,7 +364,9 @@ class RemotePlacement:
         answer = self.host.run([*command, *options], source=given, sink=sink, timeout=timeout)
         if answer.exit_code in NOT_FOUND:
             raise HostRefusedError(
-                f"it has no {self.site.python}", where=self.name, remedy="set its Python in the template"
+                f"it has no {self.site.python}",
+                where=self.name,
+                remedy="set placement.site.python in the template",
             )
         if answer.exit_code == REFUSED and sink is None:
             raise self._refusal(parse_last_document(answer.output, self.name))
@@ -398,7 +400,7 @@ class _SupersededError(WorkFailedError):
 
 
 def _part_sizes(parts: Sequence[str]) -> str:
-    """Return the names and sizes of the modules, for BOOT."""
+    """Return the names and sizes of the modules, for `BOOT_PROGRAM`."""
     names = [*(f"{PACKAGE}.{part}" for part in parts[:-1]), PROGRAM]
     return ",".join(f"{name}:{len(_part_sources([part]))}" for name, part in zip(names, parts, strict=True))
 

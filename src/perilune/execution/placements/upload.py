@@ -22,9 +22,9 @@ from perilune.errors import RequestError
 from perilune.execution.placements.origins import find_origins
 from perilune.files import canonical_json, read_json, write_atomic
 
-UNREQUESTED_BYTES = 1 << 20  # bytes of small contents to send before the other side asks
-BLOCK_BYTES = 1 << 20  # bytes
-REPORT_INTERVAL_S = 0.5  # seconds
+UNREQUESTED_BYTES = 1 << 20  # of small contents, sent before the other side asks for them
+BLOCK_BYTES = 1 << 20
+REPORT_INTERVAL_S = 0.5
 ENDED_MILLISECONDS = 100  # between two checks whether the stream has ended
 SENT_UNIT = "bytes sent"  # the unit of the upload's progress
 
@@ -53,7 +53,7 @@ class Upload:
         self._progress = directory.with_name(f"{directory.name}.sent-{node}.json")
 
     def small_contents(self) -> dict[str, int]:
-        """Return the small contents to send without being asked, up to a limit."""
+        """Return the small contents to send without being asked, up to a limit, as {SHA-256: offset 0}."""
         contents, room = {}, UNREQUESTED_BYTES
         for sha256, size in sorted(self._sizes.items(), key=lambda item: item[1]):
             room -= size
@@ -78,9 +78,10 @@ class Upload:
 
     @contextmanager
     def stream(self, head: bytes, wanted: Mapping[str, int]) -> Iterator[BinaryIO]:
-        """Yield a stream of `head`, the list, and the `wanted` contents from their offsets, made while read.
+        """Yield a stream of `head`, the list of files, and the `wanted` contents from their offsets.
 
-        It ends with the block, even if other processes still read from it.
+        A thread writes the stream while it is read. The stream ends with the block, even if other processes
+        still read from it.
         """
         reading, writing = os.pipe()
         ended = threading.Event()
@@ -89,7 +90,7 @@ class Upload:
             try:
                 for data in self._data(head, wanted):
                     _write(writing, data, ended)
-            except BrokenPipeError:  # nobody reads on
+            except BrokenPipeError:  # the reader has ended
                 pass
             finally:
                 os.close(writing)
@@ -122,12 +123,12 @@ class Upload:
                     if time.monotonic() - reported >= REPORT_INTERVAL_S:
                         reported = time.monotonic()
                         document = {"done": done, "total": total, "unit": SENT_UNIT, "figures": {}}
-                        with contextlib.suppress(OSError):  # this disk is full, which concerns no upload
+                        with contextlib.suppress(OSError):  # a full disk here must not stop the upload
                             write_atomic(self._progress, canonical_json(document))
 
 
 def _write(pipe: int, data: bytes, ended: threading.Event) -> None:
-    """Write to a pipe; raises BrokenPipeError once `ended` is set, although nothing may read meanwhile."""
+    """Write to a pipe. Raises BrokenPipeError once `ended` is set, even if nothing reads from the pipe."""
     os.set_blocking(pipe, False)
     writable, left = select.poll(), memoryview(data)
     writable.register(pipe, select.POLLOUT)

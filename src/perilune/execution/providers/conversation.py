@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import BinaryIO
 
-from perilune.execution.hosts.protocol import MAX_OUTPUT_BYTES, Answer
+from perilune.execution.hosts.protocol import MAX_OUTPUT_BYTES, TOO_MUCH_OUTPUT, Answer
 from perilune.execution.providers.frames import BLOCK_BYTES, Kind, encode_frame, read_frame
 
-MAX_ERROR_BYTES = 1 << 14  # bytes of a command's stderr
+MAX_ERROR_BYTES = 1 << 14  # of a command's stderr, from its end
 
 
 class BrokenConnectionError(Exception):
@@ -37,7 +37,7 @@ def run_conversation(
     while received := read_frame(answers):
         kind, data = received
         if (total := total + len(data)) > MAX_OUTPUT_BYTES:
-            raise ValueError("it answers with too much output")
+            raise ValueError(TOO_MUCH_OUTPUT)
         match kind:
             case Kind.OUTPUT if sink is not None:
                 sink.write(data)

@@ -1,7 +1,7 @@
 """The interface of a provider: create, find, list and terminate machines by this home's keys.
 
 A key is derived from the machine's purpose, so a machine can be found again even if everything else is lost.
-An answer of a provider is an observation with three values; no answer means unknown.
+A provider's answer about a machine is PRESENT, ABSENT or UNKNOWN; without an answer it is UNKNOWN.
 """
 
 from __future__ import annotations

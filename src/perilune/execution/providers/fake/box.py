@@ -18,7 +18,7 @@ import threading
 from pathlib import Path
 
 SOCKET = "box.sock"
-LONGEST = 1 << 20  # longest command in bytes
+MAX_COMMAND_BYTES = 1 << 20
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -28,7 +28,7 @@ class Box:
     def __init__(self) -> None:
         self._waiting: dict[int, socket.socket] = {}
         self._lock = threading.Lock()
-        self._born = threading.Event()
+        self._child_started = threading.Event()
 
     def serve(self, listener: socket.socket) -> None:
         threading.Thread(target=self._reap, daemon=True).start()
@@ -37,7 +37,7 @@ class Box:
             threading.Thread(target=self._start, args=(connection,), daemon=True).start()
 
     def _start(self, connection: socket.socket) -> None:
-        message, descriptors, _, _ = socket.recv_fds(connection, LONGEST, 3)
+        message, descriptors, _, _ = socket.recv_fds(connection, MAX_COMMAND_BYTES, 3)
         if len(descriptors) != 3:
             connection.close()
             return
@@ -50,7 +50,7 @@ class Box:
                 )
                 child.returncode = 0  # `_reap` waits for it
                 self._waiting[child.pid] = connection
-            self._born.set()
+            self._child_started.set()
         except (OSError, ValueError) as error:
             os.write(descriptors[2], f"{error}\n".encode())
             answer(connection, 127)
@@ -63,8 +63,8 @@ class Box:
             try:
                 pid, status = os.waitpid(-1, 0)
             except ChildProcessError:
-                self._born.wait()
-                self._born.clear()
+                self._child_started.wait()
+                self._child_started.clear()
                 continue
             with self._lock:
                 connection = self._waiting.pop(pid, None)

@@ -11,7 +11,7 @@ from perilune.execution.providers.fake.machines import Machine, Record, now
 from perilune.execution.providers.fake.weather import Fault, FaultInjector
 from perilune.execution.providers.protocol import MachineStatus
 
-PRICES = {"small": 0.4, "large": 3.2, "spot": 0.1}  # per hour, by kind
+PRICES = {"small": 0.4, "large": 3.2, "spot": 0.1}  # currency units per hour, by kind
 PREEMPTIBLE = frozenset({"spot"})
 TICK = 0.1  # seconds
 

@@ -39,10 +39,10 @@ class Record:
         born: when it starts to exist; later than the request for a creation with a late effect.
         visible: when it becomes visible in answers.
         ready: when it accepts commands.
-        ends: when the cloud ends it by itself; None is never.
+        ends: when the cloud ends it because its lifetime is over; None for no limit.
         ended: when it ended; None while it lives.
         end_visible: when its end becomes visible in answers.
-        taken: when an announced preemption happens.
+        taken: when its preemption happens; None if none is planned.
         cut_until: end of a period of unreachability.
         box: identity of its first process; None before it runs.
     """

@@ -39,7 +39,7 @@ from perilune.execution.providers.fake.weather import Fault, FaultInjector, Weat
 from perilune.files import write_json
 
 ADDRESS, TOKEN = "address.json", "token"
-LARGEST = 1 << 20  # bytes of a request
+MAX_REQUEST_BYTES = 1 << 20
 CAPACITY = 100
 
 
@@ -148,15 +148,15 @@ class Handler(BaseHTTPRequestHandler):
                 case ("GET", "bill"):
                     self._answer(200, self.cloud.bill())
                 case ("GET", "offers"):
-                    self._in_weather("offers", "", lambda late: {"offers": self.cloud.offers()})
+                    self._perform("offers", "", lambda late: {"offers": self.cloud.offers()})
                 case ("GET", "machines"):
                     prefix = parse_qs(parts.query).get("prefix", [""])[0]
-                    self._in_weather("list", prefix, lambda late: self.cloud.listing(prefix))
+                    self._perform("list", prefix, lambda late: self.cloud.listing(prefix))
                 case ("PUT", "machines", key):
                     body = self._body()
-                    self._in_weather("create", key, lambda late: self.cloud.create(key, body, late))
+                    self._perform("create", key, lambda late: self.cloud.create(key, body, late))
                 case ("DELETE", "machines", key):
-                    self._in_weather("terminate", key, lambda late: self.cloud.terminate(key))
+                    self._perform("terminate", key, lambda late: self.cloud.terminate(key))
                 case _:
                     self._answer(404, {"error": f"there is no {parts.path}"})
         except FullError as error:
@@ -166,8 +166,8 @@ class Handler(BaseHTTPRequestHandler):
 
     do_PUT = do_DELETE = do_POST = do_GET  # noqa: N815 - the base class gives the names
 
-    def _in_weather(self, call: str, key: str, do: Callable[[float], dict[str, Any]]) -> None:
-        """Perform a call and answer, unless a fault is injected."""
+    def _perform(self, call: str, key: str, do: Callable[[float], dict[str, Any]]) -> None:
+        """Perform a call and answer, with the fault that the weather injects into the call, if any."""
         faults = self.cloud.faults
         time.sleep(faults.seconds(faults.weather.latency))
         match faults.fault_for(call, key):
@@ -205,7 +205,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _body(self) -> dict[str, Any]:
         length = int(self.headers.get("Content-Length", "0"))
-        if length > LARGEST:
+        if length > MAX_REQUEST_BYTES:
             raise RequestError("the request is too long")
         body = json.loads(self.rfile.read(length) or b"{}")
         if not isinstance(body, dict):

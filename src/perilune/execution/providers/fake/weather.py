@@ -134,12 +134,11 @@ class FaultInjector:
         return None
 
     def _by_chance(self, call: str) -> Fault | None:
-        now = self.weather
         kinds = {
-            Fault.ERROR_BEFORE: now.error_before,
-            Fault.ERROR_AFTER: now.error_after,
-            Fault.LOST_ANSWER: now.lost_answer,
-            Fault.LATE_EFFECT: now.late_effect if call == "create" else 0.0,
+            Fault.ERROR_BEFORE: self.weather.error_before,
+            Fault.ERROR_AFTER: self.weather.error_after,
+            Fault.LOST_ANSWER: self.weather.lost_answer,
+            Fault.LATE_EFFECT: self.weather.late_effect if call == "create" else 0.0,
         }
         with self._lock:
             drawn = self._chance.random()

@@ -77,7 +77,11 @@ class RayCluster:
         name, rank = _parse_key(key)
         if request.kind not in self.settings.kinds:
             known = ", ".join(self.settings.kinds)
-            raise ProviderRefusedError(f"no machine of kind '{request.kind}'", remedy=f"one of {known}")
+            raise ProviderRefusedError(
+                f"no machine of kind '{request.kind}'",
+                where="providers.yaml",
+                remedy=f"one of {known}",
+            )
         job = self.jobs.find(name)
         if job is None:
             self._forget_old_jobs(name)

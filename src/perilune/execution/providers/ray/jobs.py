@@ -21,9 +21,9 @@ from perilune.bundle.secret_sources import require_secret
 from perilune.execution.providers.protocol import ProviderRefusedError, ProviderUnreachableError
 
 CALL_SECONDS = 20.0
-MAX_ANSWER_BYTES = 64 << 20  # largest answer in bytes
-CLUSTER = "perilune.execution.providers.ray.cluster"  # the package that is sent to the cluster,
-PACKAGE = "perilune_ray"  # and its name there
+MAX_ANSWER_BYTES = 64 << 20
+CLUSTER = "perilune.execution.providers.ray.cluster"  # the package that is sent to the cluster
+PACKAGE = "perilune_ray"  # its name on the cluster
 
 
 @dataclass(frozen=True, slots=True)

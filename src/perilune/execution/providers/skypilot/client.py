@@ -77,7 +77,12 @@ class SkyPilot:
     def create(self, key: str, request: MachineRequest) -> RentedMachine:
         """Launch the cluster of this key, without waiting the minutes that it takes."""
         if request.kind not in self.settings.kinds:
-            raise ProviderRefusedError(f"no kind '{request.kind}'", where="providers.yaml")
+            known = ", ".join(self.settings.kinds)
+            raise ProviderRefusedError(
+                f"no kind '{request.kind}'",
+                where="providers.yaml",
+                remedy=f"one of {known}",
+            )
         cluster = cluster_of(key)
         minutes = max(1, int(request.lifetime_seconds // 60))
         price = self._price(request.kind)
@@ -122,7 +127,7 @@ class SkyPilot:
             raise ProviderRefusedError(
                 f"SkyPilot's catalog has no price for the kind '{kind}'",
                 where=f"providers.yaml, kinds.{kind}.price",
-                remedy="set the highest price per hour that one may cost",
+                remedy="set the highest price per hour that a machine of this kind may cost",
             )
         return price
 
@@ -136,7 +141,7 @@ class SkyPilot:
         try:
             self._bridge.ask(call, **arguments)
         finally:
-            self._looks.clear()  # they are outdated
+            self._looks.clear()  # outdated now
 
     def _look(self, prefix: str) -> Mapping[str, RentedMachine]:
         """Ask the clouds. A stopped cluster is useless but billed, so it is taken down."""

@@ -32,7 +32,7 @@ class Clusters:
         self._requests[cluster] = request
 
     def note_termination(self, cluster: str) -> None:
-        """Remember that this process terminates a cluster, so its end has no other reason."""
+        """Remember that this process terminates a cluster, so that its end gets no inferred reason."""
         self._terminated.add(cluster)
 
     def ssh(self, cluster: str) -> str:
@@ -100,7 +100,7 @@ def status_of(cluster: Mapping[str, Any]) -> tuple[MachineStatus, str]:
 
 
 def find_gone_reason(cluster: Mapping[str, Any]) -> str:
-    """Return why a cluster that is up now will have gone, if it disappears without our termination."""
+    """Return the reason to report if a cluster that is up now disappears without our termination."""
     minutes = cluster.get("minutes", -1)
     if minutes >= 0 and launch_age(cluster) >= (minutes - 1) * MINUTE:
         return "lifetime"

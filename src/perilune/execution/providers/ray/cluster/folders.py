@@ -51,7 +51,7 @@ def environment(home: str, cores: float = 0.0) -> dict[str, str]:
 
 
 def is_abandoned(name: str) -> bool:
-    """Return whether a folder of that name belongs to an ended process of this node without children."""
+    """Return whether a folder's owner was a process of this node that has ended and left no child running."""
     match = NAME.fullmatch(name)
     if match is None or match[4] != host_id():
         return False

@@ -20,7 +20,7 @@ import ray
 from .frames import BLOCK_BYTES, Kind, encode_frame, read_frame
 
 PAUSE = 0.5  # seconds between two tries to bind the port
-MAX_REQUEST_BYTES = 1 << 20  # longest request in bytes
+MAX_REQUEST_BYTES = 1 << 20
 SILENT_TIMEOUT_S = 30.0  # seconds to wait for the request
 
 

@@ -74,12 +74,12 @@ def hold_machines(options: argparse.Namespace, until: float) -> int:
 
 def create_machine(options: argparse.Namespace, group: PlacementGroup, rank: int, token: str) -> Any:
     """Return the actor that is the machine of one rank, in the placement group's bundle of that number."""
-    options_of: dict[str, Any] = {"num_cpus": 0, "resources": {}}
+    actor_options: dict[str, Any] = {"num_cpus": 0, "resources": {}}
     for name, amount in options.resources.items():
         if name in NAMED:
-            options_of[NAMED[name]] = amount
+            actor_options[NAMED[name]] = amount
         else:
-            options_of["resources"][name] = amount
+            actor_options["resources"][name] = amount
     name = f"{options.name}-{rank}"
     actor = ray.remote(Machine).options(
         name=name,
@@ -87,7 +87,7 @@ def create_machine(options: argparse.Namespace, group: PlacementGroup, rank: int
         enable_task_events=False,  # otherwise Ray stores every call
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
         runtime_env={"env_vars": {"RAY_worker_niceness": "0"}},  # Ray lowers the priority by default
-        **options_of,
+        **actor_options,
     )
     return actor.remote(name, options.workspace, token, options.resources.get("CPU", 0.0))
 

@@ -17,10 +17,10 @@ from .folders import create_home, environment
 from .frames import token_proof
 
 BLOCK = 1 << 20  # bytes per call
-SLICE = 1.0  # seconds
+SLICE = 1.0  # seconds that a call may wait for input or output
 LINGER = 2.0  # seconds to wait for output of background processes after the exit
-GREETED = 256  # outstanding nonces
-FORGOTTEN = 120.0  # seconds without a call after which a command is closed
+MAX_NONCES = 256  # outstanding
+IDLE_TIMEOUT_S = 120.0  # seconds without a call after which a command is closed
 
 
 class Machine:
@@ -28,7 +28,7 @@ class Machine:
 
     Args:
         workspace: folder on this node for the folders of machines.
-        token: which clients must prove to know.
+        token: secret that clients must prove to know.
         cores: CPU cores that Ray has reserved for it; 0 is unknown.
     """
 
@@ -50,22 +50,22 @@ class Machine:
 
     def greet(self, nonce: str) -> dict[str, str]:
         """Prove this machine's identity, and return a nonce for one `open`."""
-        self._nonces = [*self._nonces[-GREETED:], uuid.uuid4().hex]
+        self._nonces = [*self._nonces[-MAX_NONCES:], uuid.uuid4().hex]
         return {"proof": token_proof(self._token, "machine", nonce), "nonce": self._nonces[-1]}
 
-    def open(self, command: list[str], nonce: str, shown: str) -> str:
+    def open(self, command: list[str], nonce: str, proof: str) -> str:
         """Start a command; returns its name for the other calls.
 
         Raises:
             PermissionError: the client does not know the token, or repeats a request.
         """
-        if not hmac.compare_digest(shown, token_proof(self._token, "command", nonce, *command)):
+        if not hmac.compare_digest(proof, token_proof(self._token, "command", nonce, *command)):
             raise PermissionError("the token is wrong")
         if nonce not in self._nonces:
             raise PermissionError("the request was used before")
         self._nonces.remove(nonce)
         for name, other in list(self._commands.items()):
-            if time.monotonic() - other.touched > FORGOTTEN:
+            if time.monotonic() - other.touched > IDLE_TIMEOUT_S:
                 self.close(name)
         name = uuid.uuid4().hex
         self._commands[name] = Command(command, self._home, self._environment)
