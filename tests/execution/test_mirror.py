@@ -44,7 +44,7 @@ class There:
     def frames(self, request: dict[str, Any], out: Any = None) -> bytes:
         """The bytes that the runner sends for a request."""
         sent = out or io.BytesIO()
-        answer = runner.pull(self.attempt.files, request, sent, last=request["last"])
+        answer = runner.send_changes(self.attempt.files, request, sent, last=request["last"])
         return bytes(sent.getvalue()) + json.dumps(answer).encode() + b"\n"
 
     def pull(

@@ -19,8 +19,8 @@ from perilune.errors import RequestError
 from perilune.files import is_inside_root, open_regular
 
 _CHUNK = 1 << 20  # bytes read at a time; a larger header is an attack
-_MAX_PATH_CHARS = 1024  # characters
-_MAX_DEPTH = 64  # folders around a file: a small archive could otherwise create millions
+_MAX_PATH_CHARS = 1024
+_MAX_DEPTH = 64  # of folders; without a limit, a small archive could create millions
 _MAX_RATIO = 100  # unpacked bytes for each byte of an archive
 _BASE_BYTES = 1 << 28  # unpacked bytes that are allowed in addition
 
@@ -78,7 +78,7 @@ def unpack(
         RequestError: with the name of the wrong member. Leaves no files behind.
     """
     if not archive.exists():
-        raise RequestError("no such file", where=str(archive))
+        raise RequestError("no such file", where=str(archive), remedy="check the path")
     with storage_errors("unpack the bundle", destination), build_directory(destination) as building:
         try:
             bounds = (limits or ArchiveLimits()).for_archive(archive)
@@ -105,23 +105,26 @@ class _BoundedStream(io.RawIOBase):
 
     def __init__(self, stream: gzip.GzipFile, limits: ArchiveLimits) -> None:
         self._stream = stream
-        self._most = limits.bytes + limits.files * 4096  # with headers and padding
+        self._max_bytes = limits.bytes + limits.files * 4096  # with headers and padding
 
     def read(self, size: int | None = -1) -> bytes:
         if size is None or size < 0 or size > _CHUNK:
-            raise RequestError("the archive has a header of more than 1 MiB")
+            raise RequestError(f"the archive has a header of more than {_CHUNK >> 20} MiB")
         data = self._stream.read(size)
-        if self._stream.tell() > self._most:
-            raise RequestError("the archive unpacks to more than the limit")
+        self._check_position(self._stream.tell())
         return data
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        if whence == io.SEEK_SET and offset > self._most:
-            raise RequestError("the archive unpacks to more than the limit")
+        if whence == io.SEEK_SET:
+            self._check_position(offset)
         return self._stream.seek(offset, whence)
 
     def tell(self) -> int:
         return self._stream.tell()
+
+    def _check_position(self, position: int) -> None:
+        if position > self._max_bytes:
+            raise RequestError(f"the archive unpacks to more than the limit, {self._max_bytes:,} bytes")
 
 
 def _extract(stream: _BoundedStream, root: Path, limits: ArchiveLimits) -> None:

@@ -100,7 +100,11 @@ def attestation_problems(evidence: Evidence) -> Iterator[str]:
 
 
 def _result_differences(bundle: Path, subjects: Sequence[Subject], known: Collection[str]) -> Iterator[str]:
-    """Yield differences of artifacts and runtime files from a result; `known` differ from the manifest."""
+    """Yield differences of artifacts and runtime files from a signed result.
+
+    Args:
+        known: paths that differ from the manifest, so that the manifest's hashes are not those of the files.
+    """
     hashes = manifest_hashes(bundle) | dict.fromkeys(known, "")
     present = {
         f"{folder}/{path}": status
@@ -117,7 +121,7 @@ def _result_differences(bundle: Path, subjects: Sequence[Subject], known: Collec
         elif status is not None and mode not in (None, now := format_mode(status)):
             yield f"{name} has another mode: {now}"
     attested = {subject.name for subject in subjects} | UNATTESTED
-    if "runtime/claim.json" in attested:  # older results attested only a part of runtime/
+    if "runtime/claim.json" in attested:  # not in results of older versions, which attest a part of runtime/
         for name in sorted(name for name in present.keys() - attested if name.startswith("runtime/")):
             yield f"{name} was not there when the result was attested"
 

@@ -48,7 +48,9 @@ def walk(root: Path, prefix: str = "", skip: Collection[str] = ()) -> Iterator[t
         try:
             child.name.encode()
         except UnicodeEncodeError:
-            raise RequestError(f"a file name is not UTF-8: {child.name!r}", where=str(root)) from None
+            raise RequestError(
+                f"a file name is not UTF-8: {child.name!r}", where=str(root), remedy="rename the file"
+            ) from None
         path = prefix + child.name
         if child.is_dir(follow_symlinks=False):
             inside = list(walk(Path(child.path), path + "/"))
@@ -73,7 +75,9 @@ def frozen_entries(bundle: Path) -> list[Entry]:
         RequestError: when an entry is neither a file nor a directory, or `job.json` is missing.
     """
     if not (bundle / "job.json").is_file():
-        raise RequestError("not a bundle: no job.json", where=str(bundle))
+        raise RequestError(
+            "not a bundle: no job.json", where=str(bundle), remedy="give the folder of a bundle"
+        )
     entries = []
     for relative, status in walk(bundle, skip=OBSERVED):
         if relative.split("/", 1)[0] not in FROZEN or stat.S_ISDIR(status.st_mode):
@@ -139,7 +143,9 @@ def source_files(source: Path) -> list[tuple[str, Path]]:
                     remedy="replace the link by the file",
                 )
         elif not stat.S_ISREG(status.st_mode):
-            raise RequestError(f"{relative} is not a plain file", where=str(source))
+            raise RequestError(
+                f"{relative} is not a plain file", where=str(source), remedy="remove it from the folder"
+            )
         files.append((relative, path))
     return sorted(files)
 

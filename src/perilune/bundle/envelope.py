@@ -114,7 +114,9 @@ def read_public_key(path: Path) -> SSlibKey:
     except (OSError, RequestError, ValueError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, Ed25519PublicKey):
-        raise RequestError("is not an Ed25519 public key", where=str(path), remedy=f"the path of a {PUBLIC}")
+        raise RequestError(
+            "is not an Ed25519 public key", where=str(path), remedy=f"give the path of a {PUBLIC}"
+        )
     return SSlibKey.from_crypto(key)
 
 

@@ -33,9 +33,8 @@ def freeze(job: Job, inputs: Mapping[str, Path], destination: Path, shared: Shar
     give the same digest on every machine and at any time.
 
     Args:
-        job: the job. `inputs` must have every reference in `job.inputs`, whose digest is checked, or filled
-            in if it is empty.
-        inputs: the file or folder of each input by name.
+        job: the job. The digest of each reference in `job.inputs` is checked, or filled in if it is empty.
+        inputs: the file or folder of each reference in `job.inputs`, by name.
         destination: a path that does not exist, or an identical bundle.
         shared: the files of a home that the bundle may hard-link to; None copies everything.
 
@@ -78,7 +77,7 @@ def copy_for_attempt(bundle: Path, destination: Path) -> None:
     """
     digest = recorded_digest(bundle)
     if not all((bundle / name).exists() for name in FROZEN):
-        require_verified(bundle, digest)  # names what is missing
+        require_verified(bundle, digest)  # raises an error that names the missing file
     with storage_errors("copy the bundle", destination), build_directory(destination) as building:
         for directory in ("inputs", "scripts", *OBSERVED):
             (building / directory).mkdir()
@@ -106,7 +105,7 @@ def _input_files(job: Job, reference: InputReference, source: Path) -> list[tupl
     if reference.kind == "checkpoint" and not (reference.digest or job.spec.get("restore_optimizer")):
         files = [file for file in files if not file[0].startswith(f"{OPTIMIZER}/")]
     if not files:
-        raise RequestError("the input is an empty folder", where=str(source))
+        raise RequestError("the input is an empty folder", where=str(source), remedy="check the path")
     return files
 
 

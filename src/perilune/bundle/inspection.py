@@ -15,7 +15,7 @@ from perilune.files import read_json
 def inspect(bundle: Path) -> dict[str, Any]:
     """Summarize the documents of a bundle, without verifying them.
 
-    Keys: digest, task, stage, seed, entrypoint, resources, secrets (names), inputs [{name, kind, path,
+    Keys: path, digest, task, stage, seed, entrypoint, resources, secrets (names), inputs [{name, kind, path,
     digest, files, bytes}], frozen {files, bytes}, artifacts {files, bytes, manifest}, and result: the
     contents of runtime/result.json, or None.
 

@@ -48,9 +48,9 @@ class NamesPath:
 
 @dataclass(frozen=True, slots=True)
 class ChangesEnvironment:
-    """Marks a field of a spec, or of a section in it, that maps names to keys of the environment that differ.
+    """Marks a field of a spec, or of a section in it, that maps names to variants of the environment section.
 
-    In a loaded recipe, each value is a whole section.
+    The user writes only the keys that differ. In a loaded recipe, each value is a whole section.
     """
 
 

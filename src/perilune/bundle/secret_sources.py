@@ -25,7 +25,7 @@ from perilune.frozen import Frozen
 from perilune.redaction import MIN_SECRET_LENGTH, register_secret
 
 SECRETS_FILE = "secrets.yaml"
-MAX_BYTES = 1 << 16  # of a file with a secret
+MAX_BYTES = 1 << 16  # of a file with the value of a secret
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
@@ -180,9 +180,11 @@ def _from_file(path: Path) -> str | None:
         raise RequestError(
             f"the file of a secret cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}",
             where=str(path),
+            remedy=f"check the path in {SECRETS_FILE}",
         ) from None
     if len(data) > MAX_BYTES:
-        raise RequestError(f"the file of a secret has more than {MAX_BYTES:,} bytes", where=str(path))
+        what = f"the file of a secret has more than {MAX_BYTES:,} bytes"
+        raise RequestError(what, where=str(path), remedy="store only the value in the file")
     return text or None
 
 

@@ -79,8 +79,9 @@ def result_statement(attempt: Path, run: str, number: int, started: float, finis
 
 
 def removal_statement(files: Mapping[str, str], run: str, number: int, removed: float) -> dict[str, Any]:
-    """States that artifacts of attempt `number` of `run` are missing on purpose: they were deleted after its
-    result, or stayed on its machine.
+    """State that artifacts of attempt `number` of `run` are missing on purpose.
+
+    They were deleted after the result, or stayed on the attempt's machine.
 
     Args:
         files: path in the bundle to SHA-256.

@@ -70,7 +70,7 @@ def verify(bundle: Path, expected: str | None = None, removed: Collection[str] =
         RequestError: when `bundle` is not a directory or cannot be read.
     """
     if not bundle.is_dir():
-        raise RequestError("not a bundle", where=str(bundle), remedy="the folder that contains job.json")
+        raise RequestError("not a bundle", where=str(bundle), remedy="give the folder that contains job.json")
     with storage_errors("read the bundle", bundle):
         differences = [*_frozen_differences(bundle, expected), *_artifact_differences(bundle)]
     return [diff for diff in differences if diff.kind != "missing" or diff.path not in removed]
@@ -174,13 +174,14 @@ def _artifact_differences(bundle: Path) -> Iterator[Difference]:
 
 
 def _expected_manifest_digest(result: Path) -> str | None:
+    """Return the digest in result.json; None if the attempt wrote no manifest, "" if the file is damaged."""
     if not _is_plain(result):
         return ""
     try:
         document = json.loads(result.read_bytes())
         digest = document["manifest_digest"]
     except (ValueError, TypeError, KeyError, RecursionError):
-        return ""  # an unreadable result confirms no manifest
+        return ""
     return digest if digest is None else str(digest)
 
 

@@ -95,7 +95,7 @@ class Workspace:
         return [line for line in self.metrics() if line["step"] > 0]
 
     def evaluation(self, step: int, name: str, values: Mapping[str, Mapping[str, float]]) -> None:
-        """Append the figures of one held-out set by task or example to artifacts/evaluations.jsonl."""
+        """Append the figures of the set `name`, by task or example, to artifacts/evaluations.jsonl."""
         append_json_line(self.artifacts / EVALUATIONS, {"step": step, "set": name, **values})
 
     def evaluations(self) -> list[dict[str, Any]]:
@@ -119,8 +119,8 @@ class Workspace:
     def progress(self, done: int, total: int, unit: str = "steps", **figures: float) -> None:
         """Report progress. Cheap enough to call at every step.
 
-        The report has the first one of this attempt with the same unit and total as `began`, for estimates
-        of the time left.
+        Each report contains, as `began`, the attempt's first report with the same unit and total, from which
+        readers estimate the time left.
         """
         now, clock = time.monotonic(), time.time()
         key = {"unit": unit, "total": total}

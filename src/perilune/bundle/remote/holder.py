@@ -2,8 +2,8 @@
 
 Standard library only, Python 3.8 or newer, Linux. Perilune sends it over stdin after the runner and the
 store, to execute the verbs `hold` and `keep_outputs`. `hold` prints {"held": [[path, size, sha256, mode],
-...]}: the files of the checkpoints that only resuming needs (see `stays` in runner.py). "held" is None if the
-attempt has no files on this machine. `keep_outputs` prints {"kept": bytes}. The next `receive` finds the
+...]}: the files of the checkpoints that only resuming needs (`STATE_PREFIX` in runner.py). "held" is None if
+the attempt has no files on this machine. `keep_outputs` prints {"kept": bytes}. The next `receive` finds the
 contents in the store.
 """
 
@@ -37,7 +37,7 @@ from perilune.bundle.remote.store import SMALL_BYTES, Store, compute_digest, ope
 def hold(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
     """Move the contents of the attempt's checkpoints to the store.
 
-    An attempt that succeeded needs this only if it was lost (`--lost`), so that its result does not count.
+    Does nothing for a succeeded attempt, unless it was lost (`--lost`), so that its result does not count.
     The list is written before the first file moves, so a second call completes a call that was killed.
     """
     if not attempt.run.exists():
@@ -64,7 +64,7 @@ def hold(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def move_to_store(source: Path, size: int, sha256: str, store: Store) -> bool:
-    """Move a file of this size to the store; False if it is not there, or the store has its content."""
+    """Move a file of this size to the store; False if there is no such file, or the store has its content."""
     missing = plain_size(source) == size and plain_size(store.entry(sha256)) != size
     if missing:
         os.utime(str(source))  # the store evicts the least recently used

@@ -1,4 +1,4 @@
-"""The receiver: uploads an attempt's files to a machine. It sends each content once and resumes transfers.
+"""The receiver: stores the uploaded files of an attempt. Each content is sent once, and transfers resume.
 
 Standard library only, Python 3.8 or newer, Linux. It is sent over stdin after the runner, as its verb
 `receive`. Stdin continues with one line of JSON, {"files": [[path, size, sha256, mode], ...], "origins":
@@ -183,7 +183,7 @@ def download(origins: dict[str, str], sizes: dict[str, int], store: Store, held:
             if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
                 raise
         if store.entry(sha256).exists():
-            store.verify(sha256)  # otherwise it is deleted, and sent
+            store.verify(sha256)  # deletes a wrong content, which is then sent
 
 
 def read_pieces(answer: Any, length: int) -> Iterator[bytes]:
@@ -197,7 +197,7 @@ def read_pieces(answer: Any, length: int) -> Iterator[bytes]:
 
 
 def assemble(attempt: Attempt, files: list[File], store: Store, held: dict[str, bytes]) -> bool:
-    """Build the attempt's directory under a temporary name and rename it; False if a content was wrong."""
+    """Build the attempt's directory under a temporary name and rename it; False if a content is damaged."""
     for leftover in attempt.run.glob("tmp.*"):
         shutil.rmtree(str(leftover))
     building = attempt.run / f"tmp.{os.urandom(8).hex()}"
@@ -220,10 +220,10 @@ def assemble(attempt: Attempt, files: list[File], store: Store, held: dict[str, 
 
 
 def fill(root: Path, files: list[File], store: Store, held: dict[str, bytes]) -> bool:
-    """Write every file, from memory or from the store; False if a content in the store is wrong."""
+    """Write every file, from memory or from the store; False if a content in the store is damaged."""
     sizes = {file.sha256: file.size for file in files if file.sha256 not in held}
-    stays_on_machine = store.has_room_for(sizes)
-    if not stays_on_machine and [sha256 for sha256 in sizes if not store.verify(sha256)]:
+    stays_in_store = store.has_room_for(sizes)
+    if not stays_in_store and [sha256 for sha256 in sizes if not store.verify(sha256)]:
         return False
     placed: dict[str, Path] = {}
     for file in files:
@@ -234,7 +234,7 @@ def fill(root: Path, files: list[File], store: Store, held: dict[str, bytes]) ->
         elif file.sha256 in placed:
             with placed[file.sha256].open("rb") as source:
                 copy(source, path)
-        elif not stays_on_machine:
+        elif not stays_in_store:
             store.entry(file.sha256).rename(path)
         elif not store.copy_verified(file.sha256, path):
             continue

@@ -44,12 +44,12 @@ if TYPE_CHECKING:
     from typing import Any, BinaryIO
 
 REFUSED = 3  # exit code of a rejected request
-UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)  # of a folder that cannot be made
+UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)  # a folder cannot be created
 BLOCK, PIECE, TAIL = 1 << 20, 1 << 16, 1 << 12  # bytes
-POLL_INTERVAL_S = 0.1  # seconds
+POLL_INTERVAL_S = 0.1
 EXIT_MARGIN_S = 15.0  # seconds after its grace period in which a stopping worker hashes its artifacts
 HOLDER = "PERILUNE_HOLDER"  # variable: ID and start time of the process whose end must end the attempt
-MARK, WORKER_MARK = "PERILUNE_ATTEMPT", "PERILUNE_CLAIM"
+MARK, WORKER_MARK = "PERILUNE_ATTEMPT", "PERILUNE_CLAIM"  # variables: an attempt's processes inherit them
 SUBREAPER, DEATH_SIGNAL = 36, 1  # of prctl(2)
 GROWING = (".log", ".jsonl")  # files that are only appended to
 CLIENT_TIMEOUT_S = 10.0  # seconds until Docker's or Podman's client counts as not answering
@@ -61,7 +61,7 @@ OPTIMIZER = "optimizer"  # folder in a checkpoint: the state of the optimizer
 
 
 class RefusedError(Exception):
-    """The request is rejected; the message says why, and `kind` is its machine-readable form."""
+    """The request is rejected; the message says why, and `kind` classifies the reason for the sender."""
 
     def __init__(self, what: str, kind: str = "refused") -> None:
         super().__init__(what)
@@ -181,8 +181,8 @@ def look(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
     """Print the state of the attempt as one line; then, if it was claimed, frames with new data.
 
     A verdict counts only after the keeper has exited: until then it may still kill processes or write files.
-    Stdin lists the data that the control plane has (see `pull`). Its "last" says whether to send manifest and
-    result once there is a verdict.
+    Stdin lists the data that the control plane has (see `send_changes`). Its "last" says whether to send
+    manifest and result once there is a verdict.
     """
     attempt.touch()
     request = json.loads(sys.stdin.buffer.read())
@@ -204,7 +204,8 @@ def look(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
     unfinished = result is None or bool(result.get("cause"))
     if request["last"] and request.get("rescue") and unfinished and request["bring"] == "final":
         request["bring"] = "all"  # the machine goes away, and nothing else has what resuming needs
-    return pull(attempt.files, request, sys.stdout.buffer, last=bool(request["last"]) and result is not None)
+    last = bool(request["last"]) and result is not None
+    return send_changes(attempt.files, request, sys.stdout.buffer, last)
 
 
 def stop(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
@@ -230,7 +231,7 @@ def remove(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
     with attempt.lock():
         claim = attempt.claim()
         if claim is not None and is_running(attempt, claim) is not False:
-            raise RefusedError("it still runs")
+            raise RefusedError("the attempt still runs")
         for path in [attempt.files, *attempt.run.glob("tmp.*")]:
             if path.exists():
                 shutil.rmtree(str(path))
@@ -243,7 +244,7 @@ def remove(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
 # Data sent to the control plane.
 
 
-def pull(root: Path, have: dict[str, Any], out: BinaryIO, last: bool) -> dict[str, Any]:
+def send_changes(root: Path, have: dict[str, Any], out: BinaryIO, last: bool) -> dict[str, Any]:
     """Write frames (a line of JSON, then the bytes that it announces) up to a limit, in order of urgency.
 
     `have` describes the data that the control plane has: {"files": {path: [inode, mtime, bytes, tail]},
@@ -393,29 +394,29 @@ def keep(attempt: Attempt, options: argparse.Namespace) -> None:
     claim = attempt.write_claim(os.getpid())
     with contextlib.suppress(BrokenPipeError):  # the caller's connection may be broken
         print(json.dumps(claim), flush=True)
-    os.dup2(2, 1)
+    os.dup2(2, 1)  # close stdout, because `start` reads the claim to its end
 
     environment = {**values["environment"], **values["secrets"], MARK: claim["nonce"]}
-    entrypoint, printed = begin(attempt, environment, values["secrets"])
-    contact, contact_at, cause, why = modified(attempt.contact), began, "", ""
+    entrypoint, printed = start_entrypoint(attempt, environment, values["secrets"])
+    contact, contact_at, cause, why = modification_time(attempt.contact), began, "", ""
     while entrypoint.poll() is None and not cause:
         time.sleep(POLL_INTERVAL_S)
         now = time.monotonic()
-        if modified(attempt.contact) != contact:
-            contact, contact_at = modified(attempt.contact), now
+        if (latest := modification_time(attempt.contact)) != contact:
+            contact, contact_at = latest, now
         if signals:
             cause, why = "stopped", "stopped on request"
         elif now - began > options.lifetime:
             cause, why = "timeout", f"it took longer than max_lifetime, {options.lifetime:.0f} s"
         elif options.unseen and now - contact_at > options.unseen:
             cause, why = "stopped", f"no contact for {options.unseen:.0f} s"
-        elif not held():
+        elif not holder_is_alive():
             cause, why = "stopped", "the machine was taken away"
     if cause:
         with contextlib.suppress(ProcessLookupError):
             entrypoint.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            entrypoint.wait(options.grace + EXIT_MARGIN_S if held() else 0.0)
+            entrypoint.wait(options.grace + EXIT_MARGIN_S if holder_is_alive() else 0.0)
     status = entrypoint.poll()
     if attempt.container:
         entrypoint.kill()
@@ -429,14 +430,14 @@ def keep(attempt: Attempt, options: argparse.Namespace) -> None:
     write_verdict(attempt, status, cause, why, time.monotonic() - began)
 
 
-def begin(
+def start_entrypoint(
     attempt: Attempt, environment: dict[str, str], secrets: dict[str, str]
 ) -> tuple[subprocess.Popen[bytes], threading.Thread]:
-    """Start the entrypoint, or the client of its container. The returned thread copies its output, without
-    the values of `secrets`, to our own log.
+    """Start the entrypoint, or the client of its container, and return it with the thread that copies output.
 
-    The client gets the environment, secrets included, over its stdin, which stays open as long as this
-    process lives. It does not have the attempt's mark, because Podman's container monitor descends from it.
+    The thread copies to our own log, without the values of `secrets`. A container's client gets the
+    environment, secrets included, over its stdin, which stays open as long as this process lives. The client
+    does not have the attempt's mark, because Podman's container monitor descends from it.
     """
     import subprocess
     import threading
@@ -456,12 +457,14 @@ def begin(
         with contextlib.suppress(BrokenPipeError):
             entrypoint.stdin.write(json.dumps(environment).encode() + b"\n")
             entrypoint.stdin.flush()
-    printed = threading.Thread(target=copy, args=(entrypoint.stdout, stream(attempt, secrets)), daemon=True)
+    printed = threading.Thread(
+        target=copy, args=(entrypoint.stdout, make_redactor(attempt, secrets)), daemon=True
+    )
     printed.start()
     return entrypoint, printed
 
 
-def stream(attempt: Attempt, secrets: dict[str, str]) -> Any:
+def make_redactor(attempt: Attempt, secrets: dict[str, str]) -> Any:
     """Return a filter from the bundle's redaction.py that replaces the values of `secrets` in text."""
     import runpy
 
@@ -764,8 +767,8 @@ def starttime(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def held() -> bool:
-    """Return whether the process that holds the machine, if there is one, still lives."""
+def holder_is_alive() -> bool:
+    """Return whether the process that holds the machine still lives; True if there is no such process."""
     pid, _, began = os.environ.get(HOLDER, "").partition(" ")
     return not pid or str(starttime(int(pid))) == began
 
@@ -814,7 +817,8 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def modified(path: Path) -> int:
+def modification_time(path: Path) -> int:
+    """Return the time in nanoseconds; 0 if there is no file."""
     try:
         return path.stat().st_mtime_ns
     except OSError:

@@ -1,4 +1,4 @@
-"""The store of uploaded file contents on a machine, by digest: no content is sent twice, uploads resume.
+"""The store of uploaded file contents on a machine, by digest: no content is sent twice, and uploads resume.
 
 Standard library only, Python 3.8 or newer, Linux; sent with the receiver, which fills it. The store is the
 folder WORKSPACE/store.sha256; an incomplete content has ".partial" after its digest. Every read verifies the
@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 from perilune.bundle.remote.runner import BLOCK, RefusedError
 
-SMALL_BYTES = 1 << 12  # bytes; sending a content up to this size again is faster than asking for it
+SMALL_BYTES = 1 << 12  # sending a content up to this size again is faster than asking for it
 MAX_UNUSED_S = 30 * 86400.0  # seconds after which an unused content is deleted
 FICLONE = 0x40049409  # of ioctl_ficlone(2)
 
@@ -40,24 +40,24 @@ class Store:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         disk = os.statvfs(str(folder))
         self.max_bytes = int(share * disk.f_blocks * disk.f_frsize)
-        self.held: BinaryIO | None = None
+        self.lock_file: BinaryIO | None = None
 
     def lock(self) -> bool:
         """Try to become the call that adds. The kernel frees the lock of a call that died."""
-        if self.held is None:
+        if self.lock_file is None:
             file = (self.folder / "lock").open("wb")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 file.close()
                 return False
-            self.held = file
+            self.lock_file = file
         return True
 
     def unlock(self) -> None:
-        if self.held is not None:
-            self.held.close()
-            self.held = None
+        if self.lock_file is not None:
+            self.lock_file.close()
+            self.lock_file = None
 
     def entry(self, sha256: str) -> Path:
         return self.folder / sha256
