@@ -56,9 +56,9 @@ class ArtifactStore:
         try:
             self._fs, root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
-            raise RequestError(f"cannot be opened: {error}", where=url) from None
+            raise RequestError(f"the artifact store cannot be opened: {error}", where=url) from None
         self._root = root.rstrip("/")
-        self._has_failed = False  # a transfer failed, or Ctrl-C: the others stop
+        self._has_failed = False  # after a failed transfer or Ctrl-C, the other transfers stop
 
     @classmethod
     def open(cls, url: str | None) -> ArtifactStore:
@@ -95,14 +95,17 @@ class ArtifactStore:
         return sent
 
     def pull(self, home: Home, run_id: str, destination: Path) -> int:
-        """Download a run's evidence to a new folder, as `perilune export` lays it out; returns the count.
+        """Download a run's evidence to a new folder, as `perilune export` lays it out.
+
+        Returns:
+            The number of files.
 
         Raises:
             RequestError: the run is not stored, or `destination` exists.
-            WorkFailedError: a file does not have the hash in the list.
+            WorkFailedError: the list is damaged, or a file does not have the hash in it.
         """
         files = self._read_index(run_id)
-        with home.new_folder("keep what was pulled", destination) as building:
+        with home.new_folder("store the pulled files", destination) as building:
             list(self._transfer_each(lambda name: self._download(files[name], building / name), files))
         return len(files)
 

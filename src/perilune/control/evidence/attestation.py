@@ -1,7 +1,7 @@
 """Sign submitted bundles and accepted results, before the database records them.
 
-So every recorded run has its statement, wherever a command was killed. A statement that was signed but never
-recorded is overwritten by the next attempt to record it.
+Every recorded run therefore has its statement, even if a command was killed. A statement that was signed but
+not recorded is overwritten when a later command records it.
 """
 
 import time

@@ -35,7 +35,7 @@ class DiskUsage:
 
     Attributes:
         attempts: without their checkpoints.
-        reproductions: those that differed and were kept.
+        reproductions: kept directories of reproductions that differed or failed.
     """
 
     experiment: str
@@ -101,7 +101,7 @@ def other_usage(home: Home) -> dict[str, int]:
 def find_removable(
     control: Control, *, checkpoints: bool = False, unused_days: float = 30.0
 ) -> list[Removable]:
-    """Return the replaced attempts that were collected, and the unused environments.
+    """Return the cleaned-up attempts that newer ones have replaced, and the unused environments.
 
     Args:
         checkpoints: also the intermediate checkpoints of succeeded runs.
@@ -114,7 +114,7 @@ def find_removable(
 
 
 def remove_items(control: Control, chosen: Sequence[Removable]) -> Iterator[Removable]:
-    """Remove what can still be removed, and yield each; anything in use again stays."""
+    """Remove the chosen items, and yield those that were removed; an item that is in use again stays."""
     for item in chosen:
         match item.kind:
             case "attempt":

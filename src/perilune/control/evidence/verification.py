@@ -76,7 +76,7 @@ def _read_last_verified(session: Session, kept: Path) -> tuple[int, str]:
 
 
 def find_run_problems(control: Control, run: Run) -> Iterator[str]:
-    """Yield the deviations of a run from what was recorded and signed, one sentence each.
+    """Yield the differences between a run's files and what was recorded and signed, one sentence each.
 
     For a run that has not succeeded, only the bundle is checked.
     """
@@ -90,7 +90,7 @@ def find_run_problems(control: Control, run: Run) -> Iterator[str]:
 
 
 def _find_result_problems(control: Control, run: Run) -> Iterator[str]:
-    """Yield the deviations of a succeeded run's result and its copy of the bundle from the attestations."""
+    """Yield differences between the signed statements of a succeeded run and its files."""
     evidence = evidence_paths(control.home, run.id, run.current_epoch)
     if not evidence.submitted.exists() and not evidence.result.exists():
         yield "the run was made before runs were signed, or its statements are missing"
@@ -111,14 +111,15 @@ def export(control: Control, run: Run, destination: Path, *, crate: bool = False
         crate: also describe it as a Process Run Crate (https://w3id.org/ro/wfrun/process).
 
     Raises:
-        RequestError: the run has not succeeded, `destination` exists or cannot be written.
-        WorkFailedError: the evidence is damaged.
+        RequestError: the run has not succeeded, its evidence is damaged, or `destination` exists or cannot be
+            written.
     """
     succeeded = run.state == RunState.SUCCEEDED
     problem = next(_find_result_problems(control, run), None) if succeeded else None
     if problem or not succeeded:
         why = f"its evidence is damaged: {problem}" if problem else f"it is {run.state}"
-        raise RequestError(f"the run cannot be exported: {why}", where=f"run {run.id}")
+        remedy = f"perilune {'verify' if problem else 'explain'} {run.id}"
+        raise RequestError(f"the run cannot be exported: {why}", where=f"run {run.id}", remedy=remedy)
     evidence = evidence_paths(control.home, run.id, run.current_epoch)
     with control.home.new_folder("export the run", destination) as building:
         for source in evidence.bundle.rglob("*"):  # just verified

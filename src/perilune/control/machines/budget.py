@@ -35,7 +35,7 @@ def query_price(providers: Providers, rental: Rental) -> float:
 
 
 def find_cap_problem(session: Session, cap: float, rental: Rental, price: float, nodes: int = 1) -> str:
-    """Return why the daily cap forbids renting now, or "". It limits spent and committed cost together.
+    """Return why the daily cap forbids renting now, or "". It limits spent plus committed cost.
 
     Args:
         cap: currency units in any 24 hours.
@@ -102,7 +102,7 @@ class MachineUse(NamedTuple):
 
 
 def machine_uses(session: Session, runs: Collection[str] | None = None) -> list[MachineUse]:
-    """Return the machines of these runs' attempts (None is all). The costs of a machine's uses add up."""
+    """Return the machines of these runs' attempts (None is all). A machine's uses add up to its cost."""
     earlier = select(EarlierUse, Machine).join(Machine, Machine.key == EarlierUse.machine_key)
     latest = select(Machine)
     if runs is not None:

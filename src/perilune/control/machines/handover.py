@@ -104,8 +104,8 @@ def _is_suitable(session: Session, machine: Machine, rental: Rental) -> bool:
 
 def _is_reusable(machine: Machine) -> bool:
     """Return whether it is not about to be preempted, and enough of its lease is left."""
-    stays_on_machine = not machine.notice and machine.missing_since is None
-    return stays_on_machine and lease_seconds_left(machine) >= MIN_LEASE_FRACTION * lease_seconds(machine)
+    stays = not machine.notice and machine.missing_since is None
+    return stays and lease_seconds_left(machine) >= MIN_LEASE_FRACTION * lease_seconds(machine)
 
 
 def _rents_same_kind(experiment: Experiment, machine: Machine) -> bool:

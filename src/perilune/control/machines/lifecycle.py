@@ -44,6 +44,8 @@ TERMINATE_INTERVAL_S = 5.0  # between two requests to terminate the same machine
 
 @dataclass(frozen=True, slots=True)
 class _Look:
+    """An observation of a machine, and its record when it was observed."""
+
     machine: Machine
     recorded: RecordedMachine
     sighting: Sighting
@@ -208,27 +210,27 @@ class Fleet:
             return Desire.AWAITED
         return Desire.COLLECTED if attempt.cleanup == Cleanup.PENDING else Desire.RELEASED
 
-    def _apply(self, operation: Operation, now: _Look, plan: Plan) -> None:
+    def _apply(self, operation: Operation, look: _Look, plan: Plan) -> None:
         match operation:
             case Operation.CREATE:
-                self._create(now.machine, now.recorded)
+                self._create(look.machine, look.recorded)
             case Operation.READY:
-                self._move_if_unchanged(now, MachineState.READY, "")
+                self._move_if_unchanged(look, MachineState.READY, "")
             case Operation.DRAIN:
-                self._move_if_unchanged(now, MachineState.DRAINING, plan.reason)
+                self._move_if_unchanged(look, MachineState.DRAINING, plan.reason)
             case Operation.MARK_TERMINATING:
-                self._mark_terminating(now.machine, plan.reason, unless_taken_over=True)
+                self._mark_terminating(look.machine, plan.reason, unless_taken_over=True)
             case Operation.TERMINATE:
-                self._terminate(now.machine)
+                self._terminate(look.machine)
             case Operation.RECORD_MISSING | Operation.RECORD_FOUND:
-                self._record_missing(now, operation is Operation.RECORD_MISSING)
+                self._record_missing(look, operation is Operation.RECORD_MISSING)
             case Operation.RECORD_GONE:
-                self._record_gone(now, plan.reason)
+                self._record_gone(look, plan.reason)
 
-    def _record_missing(self, now: _Look, missing: bool) -> None:
+    def _record_missing(self, look: _Look, missing: bool) -> None:
         with self.store.transaction() as session:
-            row = session.get_one(Machine, now.machine.key)
-            row.missing_since = (row.missing_since or now.time._asdict()) if missing else None
+            row = session.get_one(Machine, look.machine.key)
+            row.missing_since = (row.missing_since or look.time._asdict()) if missing else None
             _record_machine_event(session, row, "machine.missing" if missing else "machine.found")
 
     def _create(self, machine: Machine, recorded: RecordedMachine) -> None:
@@ -307,14 +309,14 @@ class Fleet:
             if why or row.terminate_calls == 1:
                 _record_machine_event(session, row, "machine.terminate_requested", why=why)
 
-    def _record_gone(self, now: _Look, reason: str) -> None:
+    def _record_gone(self, look: _Look, reason: str) -> None:
         """Record that a machine is gone: its cost is final, and nothing of its attempt is left on it."""
-        listed = now.sighting.machine
+        listed = look.sighting.machine
         with self.store.transaction() as session:
-            row = session.get_one(Machine, now.machine.key)
+            row = session.get_one(Machine, look.machine.key)
             if row.state == MachineState.GONE:
                 return
-            row.cost = now.recorded.accrued_cost(now.recorded.missing_since or now.time)  # upper bound
+            row.cost = look.recorded.accrued_cost(look.recorded.missing_since or look.time)  # upper bound
             if listed is not None and listed.status is MachineStatus.ENDED:
                 row.cost = max(0.0, min(row.cost, compute_cost(row.price, listed.billed_seconds)))
             row.ended = max(row.created, time.time())
@@ -326,16 +328,16 @@ class Fleet:
                     attempt.cleanup = Cleanup.DONE.value
                     clear_condition(session, row.run_id, cleanup_subject(row.epoch))
                     record_event(session, "attempt.cleaned_up", run_id=row.run_id, epoch=row.epoch)
-        self._last_terminated.pop(now.machine.key, None)
+        self._last_terminated.pop(look.machine.key, None)
         kill_point("gone.committed")
 
-    def _move_if_unchanged(self, now: _Look, state: MachineState, reason: str) -> None:
+    def _move_if_unchanged(self, look: _Look, state: MachineState, reason: str) -> None:
         with self.store.transaction() as session:
-            row = session.get_one(Machine, now.machine.key)
-            if row.state != now.machine.state or not _has_same_attempt(row, now.machine):
+            row = session.get_one(Machine, look.machine.key)
+            if row.state != look.machine.state or not _has_same_attempt(row, look.machine):
                 return  # another process was faster
-            if now.sighting.machine is not None:
-                row.remote_id = now.sighting.machine.id
+            if look.sighting.machine is not None:
+                row.remote_id = look.sighting.machine.id
             attempt = session.get(Attempt, (row.run_id, row.epoch))
             if state is MachineState.READY and attempt is not None:
                 settle_intents(session, attempt, "create")

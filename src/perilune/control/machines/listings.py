@@ -16,7 +16,7 @@ from perilune.execution.processes import Presence
 from perilune.execution.providers.protocol import RentedMachine, Sighting, cluster_tag
 from perilune.execution.verdict import describe_error
 
-LISTING_TTL_S = 0.5  # for which a listing is reused
+LISTING_TTL_S = 0.5  # age up to which a listing is reused
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Listings:
 
     def get(self, provider: str, *, fresh: bool = False) -> Listing:
         """Return the listing of a provider, at most `LISTING_TTL_S` old."""
-        with self._lock:  # one of several threads asks, and the others reuse its answer
+        with self._lock:  # one thread asks, and the others wait and reuse its answer
             now = Instant.now()
             known = self._listings.get(provider)
             if known is None or fresh or now.since(known.time) >= LISTING_TTL_S:

@@ -98,7 +98,7 @@ def plan_machine(  # noqa: PLR0911 - one return per row of the table
         return Plan((Operation.MARK_TERMINATING, Operation.TERMINATE), why)
     if recorded.state is MachineState.REQUESTED:
         return _plan_requested(recorded, sighting, absent, evidence, now)
-    if absent is not None and absent:
+    if absent:
         return Plan(evidence, _gone_reason(sighting))
     ended, leaves = desire is Desire.COLLECTED, _is_being_preempted(sighting)
     if recorded.state is MachineState.READY and (ended or leaves):

@@ -68,11 +68,11 @@ class RentedPlacement:
         self,
         attempt: Assignment,
         bundle: Path,
-        order: Mapping[str, Any],
+        run_info: Mapping[str, Any],
         previous: Assignment | None,
         is_cancelled: Callable[[], bool],
     ) -> str:
-        return self._ready_placement(attempt).stage(attempt, bundle, order, previous, is_cancelled)
+        return self._ready_placement(attempt).stage(attempt, bundle, run_info, previous, is_cancelled)
 
     def start(self, attempt: Assignment) -> None:
         self._ready_placement(attempt).start(attempt)
@@ -141,7 +141,7 @@ class RentedPlacement:
         return members
 
     def _node(self, attempt: Assignment, rows: Sequence[Machine], rank: int) -> Node:
-        """Return the variables that tell a machine about the others. Each attempt has its own port."""
+        """Return the place of a machine among the attempt's machines. Each attempt has its own port."""
         leader = self.fleet.listings.last_seen(self.rental.provider, rows[0].key)
         name = f"{attempt.run_id}/{attempt.epoch}".encode()
         port = RENDEZVOUS_PORTS.start + int(sha256_bytes(name), 16) % len(RENDEZVOUS_PORTS)
@@ -154,7 +154,7 @@ class Rentals:
     def __init__(self, fleet: Fleet, end: Callable[[Attempt, AttemptState, Cause, str], bool]) -> None:
         self.fleet, self._end = fleet, end
         self._swept: Instant | None = None
-        self._managed_runs: set[str] = set()  # runs
+        self._managed_runs: set[str] = set()  # runs whose machines this process reconciles
 
     def provide_machines(
         self, placement: Placement, run: Run, attempt: Attempt, assigned: Assignment, act: bool
@@ -279,8 +279,8 @@ class Rentals:
             return False  # the next look shows whether the machine is gone
 
     def _end_without_machine(self, attempt: Attempt, machine: Machine) -> None:
-        never = attempt.state in {AttemptState.PLANNED, AttemptState.PROVISIONING}
-        if never and machine.reason not in OUTCOMES:
+        never_staged = attempt.state in {AttemptState.PLANNED, AttemptState.PROVISIONING}
+        if never_staged and machine.reason not in OUTCOMES:
             state, cause = AttemptState.FAILED, Cause.HOST_REFUSED if machine.refused else Cause.NO_MACHINE
         elif machine.state == MachineState.TERMINATING and machine.reason not in OUTCOMES:  # we ended it
             state, cause = AttemptState.LOST, Cause.LEASE_ENDED

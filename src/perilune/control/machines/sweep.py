@@ -10,7 +10,7 @@ from perilune.control.record.transitions import MachineState
 from perilune.execution.providers.protocol import MachineKey, MachineStatus, RentedMachine
 
 SWEEP_INTERVAL_S = 60.0
-UNRECORDED_GRACE_S = 120.0  # for which an unrecorded machine may exist
+UNRECORDED_GRACE_S = 120.0  # billed time after which an unrecorded machine is terminated
 EXPIRED_LEASE = Lease(max_lifetime=1.0, idle=1.0, max_cost=1e-9, ready_within=1.0)  # of an unrecorded machine
 
 

@@ -36,7 +36,7 @@ class Explanation:
     commands: tuple[str, ...]
 
 
-MAX_NAMED_RUNS = 3  # other runs
+MAX_NAMED_RUNS = 3  # runs in the queue that an explanation names
 SILENT_SECONDS = 30.0  # without a heartbeat, which comes every second, before a worker counts as silent
 
 NEXT_BY_STEP = {
@@ -149,7 +149,7 @@ def _explain_queued(
     if run.desired == RunState.CANCELLED:
         because = (*history, "cancellation was requested")
         return Explanation(run.state, because, "it is cancelled", ("perilune reconcile",))
-    wait, is_left = retry_pause_left(control.reconciler.placements, run), _has_live_command(control, run)
+    wait, has_command = retry_pause_left(control.reconciler.placements, run), _has_live_command(control, run)
     number = run.current_epoch + 1
     with control.store.snapshot() as session:
         turn = find_position(session, control.reconciler.placements, run)
@@ -161,7 +161,7 @@ def _explain_queued(
         why = f"attempt {number} may start in {wait:.0f} s"
     elif control.reconciler.rentals.newest_epoch(control.reconciler.placements.get(run.id), run) is None:
         why = f"attempt {number} waits for its provider, which does not list its machines"
-    elif is_left:
+    elif has_command:
         why = f"attempt {number} is about to start"
     else:
         why = (
@@ -169,8 +169,8 @@ def _explain_queued(
             if attempts
             else "no command has started it"
         )
-    starter = "command that is running" if is_left else "next command that reconciles runs"
-    commands = () if is_left else ("perilune reconcile", "perilune reconcile --watch")
+    starter = "command that is running" if has_command else "next command that reconciles runs"
+    commands = () if has_command else ("perilune reconcile", "perilune reconcile --watch")
     ahead = f"the {starter} starts attempt {number}"
     return Explanation(run.state, (*history, why), ahead, (*commands, f"perilune wait {run.id}"))
 

@@ -1,7 +1,7 @@
 """Forecast a submission: which stages are reused, what is uploaded, what it may cost, what is missing.
 
-Nothing is recorded or started. Bundles are frozen to learn their digests, then discarded. A
-provider is asked only for its price. Anything that cannot be determined now carries the reason.
+Nothing is recorded or started. Bundles are frozen to learn their digests, then discarded. A provider is asked
+only for its price. If a value cannot be determined now, the forecast says why.
 """
 
 from collections.abc import Mapping, Sequence

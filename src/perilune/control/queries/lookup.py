@@ -100,16 +100,16 @@ def find_experiment(control: Control, reference: str | None = None) -> Experimen
     Raises:
         RequestError: there is none, or the prefix is ambiguous.
     """
-    everything = control.store.read(select(Experiment).order_by(Experiment.used.desc()))
+    experiments = control.store.read(select(Experiment).order_by(Experiment.used.desc()))
     if reference is None:
-        if not everything:
+        if not experiments:
             raise RequestError("there are no experiments yet", remedy="perilune quickstart")
-        return everything[0]
-    for experiment in everything:
+        return experiments[0]
+    for experiment in experiments:
         if reference in {experiment.id, experiment.name}:
             return experiment
-    fitting = [experiment for experiment in everything if experiment.id.startswith(reference.upper())]
-    return _require_single(control, fitting, reference, "experiment")
+    matching = [experiment for experiment in experiments if experiment.id.startswith(reference.upper())]
+    return _require_single(control, matching, reference, "experiment")
 
 
 def find_experiments(control: Control, reference: str) -> list[str]:
@@ -158,8 +158,8 @@ def find_run(control: Control, reference: str) -> Run:
     with control.store.snapshot() as session:
         if not slash and (run := session.get(Run, reference.upper())):
             return run
-        fitting = session.scalars(select(Run).where(Run.id.startswith(reference.upper(), autoescape=True)))
-        prefixed = [] if slash else list(fitting)
+        matching = session.scalars(select(Run).where(Run.id.startswith(reference.upper(), autoescape=True)))
+        prefixed = [] if slash else list(matching)
         stages = []
         if slash or session.scalars(select(Experiment.id).limit(1)).first():
             try:
@@ -337,7 +337,7 @@ def machine_events(control: Control, machine: Machine) -> list[Event]:
 
 
 def events_after(control: Control, seq: int = 0, run_id: str | None = None) -> list[Event]:
-    """Return the events after event `seq`, of everything or of one run, in order."""
+    """Return the events after event `seq`, in order: all of them, or those of one run."""
     query = select(Event).where(Event.seq > seq).order_by(Event.seq)
     if run_id is not None:
         query = query.where(Event.run_id == run_id)
@@ -400,14 +400,14 @@ def _columns(row: Run | Attempt) -> dict[str, Any]:
     return {name: getattr(row, name) for name in names}
 
 
-def _require_single(control: Control, fitting: list[NamedRow], reference: str, kind: str) -> NamedRow:
-    if not fitting or not reference:  # every id begins with an empty prefix
+def _require_single(control: Control, matching: list[NamedRow], reference: str, kind: str) -> NamedRow:
+    if not matching or not reference:  # every id begins with an empty prefix
         raise _unknown_name(control, reference, kind)
-    if len(fitting) > 1:
+    if len(matching) > 1:
         raise RequestError(
-            f"'{reference}' matches {len(fitting)} {kind}s", remedy=", ".join(row.id for row in fitting[:4])
+            f"'{reference}' matches {len(matching)} {kind}s", remedy=", ".join(row.id for row in matching[:4])
         )
-    return fitting[0]
+    return matching[0]
 
 
 def _unknown_name(control: Control, reference: str, kind: str) -> UnknownNameError:

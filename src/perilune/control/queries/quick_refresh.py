@@ -21,8 +21,9 @@ def quick_refresh(reconciler: Reconciler) -> list[Run]:
     """Observe every live run and finish those that have ended; start nothing.
 
     Runs on this machine are always refreshed. Other machines and providers get a few seconds, or less if they
-    were unreachable the last time. Unfinished work continues in threads that die with the process, which is
-    as safe as a kill. If a daemon runs, it keeps remote runs up to date, so they are not refreshed here.
+    were unreachable the last time. Unfinished work continues in threads that end with the process. That is
+    safe, because a process may be killed at any time. If a daemon runs, it keeps remote runs up to date, so
+    they are not refreshed here.
 
     Returns:
         The runs that did not answer in time; their last known state is shown.

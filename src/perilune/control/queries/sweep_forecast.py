@@ -16,13 +16,14 @@ from perilune.recipe.schema import Recipe
 
 @dataclass(frozen=True, slots=True)
 class ArmForecast:
-    """One experiment of a sweep: how many stages it has, and how many of them are runs of their own.
+    """The forecast of one experiment of a sweep.
 
     Attributes:
         experiment: its id if it was submitted before.
+        stages: number of its stages.
         to_run: stages that it still has to run.
-        shared: stages that an earlier arm of the sweep runs too.
-        done: other stages that have finished.
+        shared: number of stages that an earlier arm of the sweep runs too.
+        done: number of other stages that have finished.
     """
 
     experiment: str | None

@@ -117,7 +117,11 @@ def _fill_home(copy: Sqlite, home: Home) -> Inherited:
         try:
             with database.engine.begin() as written:
                 if database.schema(written):
-                    raise RequestError("the database has tables already", where=database.where)
+                    raise RequestError(
+                        "the database has tables already",
+                        where=database.where,
+                        remedy="name another database in PERILUNE_DATABASE, or unset it",
+                    )
                 create_tables(database, written)
                 _copy_tables(source, written)
                 with Session(written) as session:

@@ -40,7 +40,7 @@ class Conditions:
         recorded, which is an error of the home.
 
         Args:
-            about: `store.RUN`, `cleanup_subject` an attempt, or `machine KEY`.
+            about: `RUN_CONDITION`, the result of `cleanup_subject`, or "machine KEY".
             clears: whether success clears the condition. A block that does only part of the work passes
                 False.
         """

@@ -27,6 +27,7 @@ BUSY_SECONDS = 30.0
 WAL_BYTES = 1 << 17  # bytes that SQLite may need at once for its write-ahead log
 REPAIR_REMEDY = "`perilune rebuild` recreates the record from runs/; or restore a backup to a new home"
 LOCKED_MESSAGE = f"another process has held the state database for {BUSY_SECONDS:.0f} s"
+LOCKED_REMEDY = "wait for the other command or stop it, then run this one again"
 SNAPSHOT_OPTIONS = {"begin": "DEFERRED"}  # execution options of a snapshot
 
 
@@ -171,7 +172,7 @@ class Sqlite:
                 f"the state database is damaged ({message})", where=self.where, remedy=REPAIR_REMEDY
             )
         if "locked" in message:
-            return WorkFailedError(LOCKED_MESSAGE, where=self.where)
+            return WorkFailedError(LOCKED_MESSAGE, where=self.where, remedy=LOCKED_REMEDY)
         return WorkFailedError(f"state database: {message}", where=self.where)
 
 
@@ -258,9 +259,12 @@ class Postgres:
         """Use the server's message."""
         message = str(error.orig).strip().partition("\n")[0]
         if "lock timeout" in message:
-            return WorkFailedError(LOCKED_MESSAGE, where=self.where)
+            return WorkFailedError(LOCKED_MESSAGE, where=self.where, remedy=LOCKED_REMEDY)
         if "No space left" in message or "disk full" in message:
-            return RequestError("the database's disk is full; nothing was changed", where=self.where)
+            remedy = "free some space on the database server"
+            return RequestError(
+                "the database's disk is full; nothing was changed", where=self.where, remedy=remedy
+            )
         if "connection" in message or "password" in message or "does not exist" in message:
             remedy = f"check the server and {URL_VARIABLE}; then run the command again"
             return WorkFailedError(

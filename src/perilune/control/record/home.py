@@ -157,7 +157,7 @@ class Home:
     def new_folder(self, action: str, destination: Path) -> Iterator[Path]:
         """Yield a folder to fill, which is renamed to `destination` when the block succeeds.
 
-        It is anywhere on the machine. If this process is killed, it is swept.
+        `destination` may be anywhere on the machine. If this process is killed, `sweep` removes the folder.
 
         Raises:
             RequestError: `destination` exists or cannot be written.

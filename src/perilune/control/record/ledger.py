@@ -1,4 +1,4 @@
-"""Writes about an attempt, allowed only while it is the current one: intents, states and the result."""
+"""Record intents, states and results of attempts, only while an attempt is its run's current one."""
 
 import time
 from dataclasses import dataclass

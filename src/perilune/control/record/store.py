@@ -64,8 +64,9 @@ class Experiment(Base):
     recipe_digest: Mapped[str] = mapped_column(unique=True)
     created: Mapped[float]
     used: Mapped[float]  # time of its last submission
-    # True if later stages start by themselves; then the number of its last submission.
+    # Whether later stages start by themselves.
     requested: Mapped[bool] = mapped_column("wanted", default=False, server_default=text("FALSE"))
+    # Number of its last submission.
     submission: Mapped[int] = mapped_column("wish", default=0, server_default=text("0"))
     template: Mapped[dict[str, Any] | None] = mapped_column(JSON)  # of that submission; None is this machine
 

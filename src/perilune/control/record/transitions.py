@@ -51,7 +51,7 @@ class MachineState(State):
     READY = "ready"
     DRAINING = "draining"  # its attempt has ended or must leave; evidence is still being fetched
     TERMINATING = "terminating"  # its provider is asked to end it until that is proven
-    GONE = "gone"  # two looks at its provider, some time apart, did not find it alive
+    GONE = "gone"  # two observations, some time apart, did not find it alive
 
 
 class Reachability(StrEnum):
@@ -73,7 +73,7 @@ class Cleanup(StrEnum):
 R, A, M = RunState, AttemptState, MachineState
 _ANY_TIME = {A.PREEMPTED, A.LOST, A.CANCELLED}  # from every live state
 
-TRANSITIONS: Mapping[type[State], Mapping[Any, set[Any]]] = {  # no state follows one without a row
+TRANSITIONS: Mapping[type[State], Mapping[Any, set[Any]]] = {  # a state without an entry is terminal
     RunState: {
         R.QUEUED: {R.ACTIVE, R.FAILED, R.CANCELLED},
         R.ACTIVE: {R.QUEUED, R.SUCCEEDED, R.FAILED, R.CANCELLED},

@@ -53,7 +53,7 @@ class Endings:
     def finalize_dead_attempt(self, attempt: Attempt, observation: Observation) -> bool:
         """End an attempt whose worker is proven dead."""
         placement, assigned = self.placements.get(attempt.run_id), make_assignment(self.home, attempt)
-        latest = placement.observe(assigned)  # the worker may have written a verdict since `seen`
+        latest = placement.observe(assigned)  # the worker may have written a verdict since `observation`
         if latest.verdict is not None:
             return self.finalize(attempt, latest.verdict)
         if latest.unseen:

@@ -50,7 +50,7 @@ from perilune.recipe.schema import MODEL, Recipe, build_job
 from perilune.recipe.staging import stage_files
 
 POLL_INTERVAL_S = 0.2
-LOOK_TIMEOUT_S = 1.0  # seconds for one look at a run, after which other machines are looked at
+LOOK_TIMEOUT_S = 1.0  # to wait for one reconciliation of a run before looking at other machines
 _UNREACHABLE = "its machine is unreachable"
 OVERRIDES_FILE = "overrides.json"  # in an experiment's directory: the overrides that it was created with
 
@@ -235,8 +235,8 @@ def resolve_inputs(
     """Return the job of a stage with its inputs named, and the paths of the inputs.
 
     Inputs are the outputs of the consumed stages, the weights of the recipe's model section (as input
-    "model"), and the files of its environment section. So the bundle holds everything it needs, and its
-    digest covers it.
+    "model"), and the files of its environment section. The bundle thus contains everything that the stage
+    needs, and its digest covers all of it.
     """
     tasks = {other.name: other.job.task for other in plans}
     kinds = consumed_fields(load_plugin(plan.job.task).spec)
@@ -247,7 +247,10 @@ def resolve_inputs(
             continue
         output = control.directory(done[source]) / load_plugin(tasks[source]).output
         if not output.exists():
-            raise RequestError(f"stage {source} produced no {output.name}", where=str(output.parent))
+            remedy = f"perilune verify {done[source].id}"
+            raise RequestError(
+                f"stage {source} produced no {output.name}", where=str(output.parent), remedy=remedy
+            )
         inputs[name] = output
         references.append(InputReference(name=name, path=f"inputs/{name}", digest="", kind=kinds[name]))
     weights = plan.job.model.get("path")
@@ -263,7 +266,8 @@ def follow_run(
 ) -> Iterator[StageEvent]:
     """Follow a run to its end and reconcile it; the last event is StageFinished or StageFailed.
 
-    Meanwhile, also during transfers, the leases of the machines that this process rented are kept.
+    Meanwhile, also during transfers, it reconciles the machines that this process manages, so that their
+    leases are enforced.
     """
     last_progress: Any = None
     attempt, last_message = 0, ""

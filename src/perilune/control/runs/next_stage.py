@@ -132,7 +132,8 @@ class StageStarter:
             more = session.scalars(waiting.limit(1)).first() is not None
             has_ended = not experiment.requested and not live_runs(session, experiment_id)
         if run is None:
-            raise RequestError("no stage has started yet", where=f"experiment {experiment.name}")
+            where, remedy = f"experiment {experiment.name}", "run its recipe again"
+            raise RequestError("no stage has started yet", where=where, remedy=remedy)
         if not has_ended:
             return run, None
         stopped = run.state == RunState.SUCCEEDED and more

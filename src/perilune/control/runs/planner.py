@@ -55,7 +55,7 @@ class Situation:
 
 
 def next_step(  # noqa: PLR0911 - one return per row of the table
-    state: AttemptState, observation: Observation, now: Situation
+    state: AttemptState, observation: Observation, situation: Situation
 ) -> Step:
     """Return the next step for an attempt of the current epoch.
 
@@ -71,12 +71,12 @@ def next_step(  # noqa: PLR0911 - one return per row of the table
     if observation.refused and state in STATES_BEFORE_START:
         return Step.REFUSED
     if observation.is_hidden:
-        lost = now.force or now.unseen_seconds >= now.lost_after
+        lost = situation.force or situation.unseen_seconds >= situation.lost_after
         return Step.LOSE if lost else Step.UNREACHABLE
-    if now.cancel:
+    if situation.cancel:
         return Step.STOP
     if observation.claim is None:
-        return _next_unclaimed_step(state, now.starting, now.starts)
+        return _next_unclaimed_step(state, situation.starting, situation.starts)
     if observation.worker is Presence.ABSENT:
         return Step.DIED
     return Step.WAIT if state in {AttemptState.RUNNING, AttemptState.FINALIZING} else Step.ADOPT

@@ -9,11 +9,12 @@ from perilune.execution.processes import boot_id
 
 
 def note_reachability(store: Store, attempt: Attempt, observation: Observation) -> None:
+    """Record a change of reachability in the database and in `attempt`."""
     was_hidden = attempt.reachability == Reachability.UNREACHABLE
     if observation.claim is None and not observation.is_hidden and not was_hidden:
         return
     since = attempt.unreachable_since or {}
-    # Its files are shared, and its heartbeat counts on.
+    # On a shared file system, the heartbeat of a worker on another machine shows that the worker lives.
     moved = observation.heartbeat > since.get("heartbeat", -1)
     new_boot = since.get("boot_id") != boot_id()
     now = Reachability.UNREACHABLE if observation.is_hidden else Reachability.REACHABLE

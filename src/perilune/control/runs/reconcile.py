@@ -53,7 +53,7 @@ from perilune.execution.placements.protocol import Assignment, Placement, Stagin
 from perilune.execution.verdict import Cause, describe_error, find_cause
 
 MAX_REMOTE_LOOKS = 8  # other machines that are observed at once
-PASS_TIMEOUT_S = 10.0  # seconds for which one of many passes waits for other machines
+PASS_TIMEOUT_S = 10.0  # for which a repeated pass over all runs waits for other machines
 RETRY_PAUSE_S = 1.0  # pause after the first error of a run
 MAX_PAUSE_S = 30.0  # seconds between two looks at an unreachable attempt
 
@@ -186,10 +186,12 @@ class Reconciler:
 
     def _pause(self, run_id: str) -> float:
         """Return the seconds until the next look, with exponential backoff while the run is unreachable."""
-        every, misses = self.placements.capabilities(run_id).look_interval_s, self._misses.get(run_id, 0)
+        interval, misses = self.placements.capabilities(run_id).look_interval_s, self._misses.get(run_id, 0)
         if run_id in self._errors:
-            every = max(every, RETRY_PAUSE_S)
-        return every if misses == 0 else random.uniform(0.5, 1.0) * min(MAX_PAUSE_S, every * 2.0**misses)
+            interval = max(interval, RETRY_PAUSE_S)
+        if misses == 0:
+            return interval
+        return random.uniform(0.5, 1.0) * min(MAX_PAUSE_S, interval * 2.0**misses)
 
     # The methods below take one step. True means that something changed and another step may follow.
 
@@ -276,7 +278,7 @@ class Reconciler:
     def _next_step(self, run: Run, attempt: Attempt, observation: Observation) -> Step:
         with self.store.snapshot() as session:
             starts = count_intents(session, run.id, attempt.number, "start")
-        now = Situation(
+        situation = Situation(
             cancel=run.desired == RunState.CANCELLED,
             force=run.forced,
             starting=self.placements.get(attempt.run_id).is_starting(make_assignment(self.home, attempt)),
@@ -284,7 +286,7 @@ class Reconciler:
             unseen_seconds=unreachable_seconds(attempt, observation),
             lost_after=self.placements.retry_policy(run.id).lost_after,
         )
-        return next_step(AttemptState(attempt.state), observation, now)
+        return next_step(AttemptState(attempt.state), observation, situation)
 
     def _admit(self, run: Run, previous: Attempt | None, act: bool) -> bool:
         """Move a run from QUEUED to ACTIVE with attempt N+1, once attempt N is cleaned up."""
@@ -335,7 +337,7 @@ class Reconciler:
             ensure_staging(session, attempt)
             key = record_intent(session, attempt, "stage")
         kill_point("stage.intended")
-        order = {
+        run_info = {
             "run": run.id,
             "stage": run.stage,
             "epoch": attempt.number,
@@ -345,7 +347,7 @@ class Reconciler:
         try:
             placement, assigned = self.placements.get(attempt.run_id), make_assignment(self.home, attempt)
             is_cancelled = partial(self._is_cancelled, run.id)
-            starts_over = placement.stage(assigned, bundle, order, previous, is_cancelled)
+            starts_over = placement.stage(assigned, bundle, run_info, previous, is_cancelled)
         except CONNECTION_ERRORS:
             raise
         except StagingCancelledError:
@@ -374,9 +376,9 @@ class Reconciler:
         return False
 
     def _find_resume_attempt(self, run: Run) -> Assignment | None:
-        """Return the last attempt that was staged, from whose complete checkpoints the next one starts.
+        """Return the last attempt with a directory, from whose complete checkpoints the next one starts.
 
-        Attempts whose machine could not be reached were not.
+        An attempt that ended before it was staged has none.
         """
         newest = run.current_epoch - 1
         while True:

@@ -49,7 +49,9 @@ def reproduce_run(control: Control, run_id: str) -> Iterator[StageEvent]:
     run = control.run(run_id)
     if run.state != RunState.SUCCEEDED:
         raise RequestError(
-            f"the run is {run.state}; only succeeded runs can be reproduced", where=f"run {run_id}"
+            f"the run is {run.state}; only succeeded runs can be reproduced",
+            where=f"run {run_id}",
+            remedy=f"perilune explain {run_id}",
         )
     first = control.existing_directory(run)
     require_verified(first, run.bundle_digest, removed_artifacts(control.home, run_id, run.current_epoch))
@@ -61,7 +63,9 @@ def reproduce_run(control: Control, run_id: str) -> Iterator[StageEvent]:
         if verdict is None or not verdict.succeeded:
             message = verdict.message if verdict else worker_output(again)
             _keep(again, kept)
-            raise WorkFailedError(f"the second run failed: {message}", where=str(kept))
+            raise WorkFailedError(
+                f"the second run failed: {message}", where=str(kept), remedy="see its log in runtime/"
+            )
         differences = tuple(compare_artifacts(first, again))
         packages = compare_runs(first, again).packages
         if differences:

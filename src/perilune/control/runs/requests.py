@@ -37,8 +37,8 @@ def cancel_run(
 ) -> Run:
     """Stop a run: ask its task, wait, then kill it. Returns the run in its final state.
 
-    The run becomes CANCELLED once none of its processes is proven to be left; if it succeeds first, it stays
-    SUCCEEDED. The request is durable first, so the next command completes a killed `cancel_run`.
+    The run becomes CANCELLED once it is proven that none of its processes is left; if it succeeds first, it
+    stays SUCCEEDED. The request is recorded first, so the next command completes a killed `cancel_run`.
 
     With `force`, an attempt that is unreachable, or whose processes cannot be ended, is abandoned: the run
     becomes CANCELLED, results of that attempt are rejected, and it is stopped once it is reachable again.
@@ -233,7 +233,8 @@ def collect_evidence(control: Control, run_id: str, destination: Path | None = N
     removed = removed_artifacts(control.home, run_id, run.current_epoch)
     differences = verify(attempt, run.bundle_digest, removed)
     if differences:
-        raise WorkFailedError(f"the evidence is damaged: {differences[0]}", where=str(attempt))
+        what, remedy = f"the evidence is damaged: {differences[0]}", f"perilune verify {run_id}"
+        raise WorkFailedError(what, where=str(attempt), remedy=remedy)
     files = sorted(path.relative_to(attempt) for path in attempt.rglob("*") if path.is_file())
     if destination is not None:
         with control.home.new_folder("copy the evidence", destination) as building:

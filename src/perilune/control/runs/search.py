@@ -30,9 +30,9 @@ def propose_arm(
         optuna = import_module("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     space = {axis.key: _distribution(optuna, axis) for axis in axes}
-    for retry in range(MAX_PROPOSALS):
+    for number in range(MAX_PROPOSALS):
         sampler = optuna.samplers.TPESampler(
-            seed=len(arms) * MAX_PROPOSALS + retry, n_startup_trials=RANDOM_ARMS
+            seed=len(arms) * MAX_PROPOSALS + number, n_startup_trials=RANDOM_ARMS
         )
         study = optuna.create_study(sampler=sampler, direction="maximize" if maximize else "minimize")
         for settings, figure in figures.items():

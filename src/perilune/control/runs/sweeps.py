@@ -46,7 +46,7 @@ class Sweep(Frozen):
     """A sweep as recorded.
 
     Attributes:
-        name: of the sweep; `recipe` is the source that it was started with.
+        recipe, command: the source of the recipe and the command that the sweep was started with.
         definition: digest of what was requested; the same request is the same sweep.
         metric: the final figure that arms are compared by, "stage.figure"; None is the default.
     """
@@ -77,7 +77,7 @@ def open_sweep(
         name: of the sweep. By default it is `stem` with the first free number.
 
     Raises:
-        RequestError: another request has this name, or it is no name.
+        RequestError: another request has this name, or the name is invalid.
     """
     definition = sha256_bytes(canonical_json(request))
     control.home.sweeps.mkdir(exist_ok=True)
@@ -190,7 +190,7 @@ class SweepRunner:
         self._starter.announce(self.live)
 
     def reconcile(self) -> dict[str, ArmState]:
-        """Reconcile all runs, start next stages, and return the states of what was live before."""
+        """Reconcile all runs, start next stages, and return the states of the experiments live before."""
         # All, because a run of another experiment may be ahead in the queue.
         self.control.reconciler.reconcile_all(patience=PASS_TIMEOUT_S)
         for experiment, outcome in self._starter.start_next_stages(self.live):
