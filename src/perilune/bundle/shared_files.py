@@ -79,7 +79,7 @@ def _share(path: Path, shared_copy: Path) -> None:
 
 
 def _is_valid(shared_copy: Path) -> bool:
-    """Return whether the copy is there, has the contents it is named by, and nobody may write to it."""
+    """Return whether the copy exists, is read-only, and has the digest that its name states."""
     try:
         mode = stat.S_IMODE(shared_copy.stat().st_mode)
         return mode == storage.READ_ONLY and sha256_file(shared_copy) == shared_copy.name

@@ -1,4 +1,4 @@
-"""Check what a machine needs to run Perilune and what it could use, with the command that installs each.
+"""Check which required and optional things a machine lacks, and name the command that installs each.
 
 Packages are not imported, so that a broken package cannot break the check.
 """

@@ -15,8 +15,8 @@ KEPT_PREFIXES = ("COVERAGE_", "CUDA_", "HF_", "LC_", "NCCL_", "NVIDIA_", "PYTORC
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 # A variable that looks like a credential is passed only if the job names it as a secret.
 SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "KEY", "CREDENTIAL")
-# Large tensors come and go in training, and clearing the pages of new ones took a quarter of a step.
-# The process keeps what it frees, up to 64 GiB, and gets pages of 2 MiB.
+# Training allocates and frees large tensors in every step. Clearing pages of new tensors took a quarter of a
+# step, so the process keeps up to 64 GiB of freed memory, and uses pages of 2 MiB.
 MALLOC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=68719476736"
 
 

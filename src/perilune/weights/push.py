@@ -112,7 +112,7 @@ def find_server(url: str, token: str | None) -> WeightServer:
 
 
 class PeriluneServer(WeightServer):
-    """A Perilune server. It receives a file in its precision; an interrupted transfer resumes."""
+    """A Perilune server. It receives one file, with its own dtypes; an interrupted transfer resumes."""
 
     def push(self, folder: Path, base: Path | None, report: Callable[[int, int], None]) -> PushResult:
         began = time.monotonic()

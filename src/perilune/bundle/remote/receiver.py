@@ -1,11 +1,11 @@
 """The receiver: stores the uploaded files of an attempt. Each content is sent once, and transfers resume.
 
-Standard library only, Python 3.8 or newer, Linux. It is sent over stdin after the runner, as its verb
-`receive`. Stdin continues with one line of JSON, {"files": [[path, size, sha256, mode], ...], "origins":
-{sha256: URL of a content that the machine may download instead of receiving it}}. Then come contents: for
-each a line [sha256, offset, length] and `length` bytes. Until nothing is missing, the call
-answers {"missing": {sha256: bytes received so far}, "busy": whether another call is sending}. Then it creates
-the attempt's directory atomically and answers {"received": digest}.
+Standard library only, Python 3.8 or newer, Linux. Perilune sends it on stdin after the runner and the store,
+to execute the verb `receive`. Stdin continues with one line of JSON, {"files": [[path, size, sha256, mode],
+...], "origins": {sha256: URL of a content that the machine may download instead of receiving it}}. Then come
+contents: for each a line [sha256, offset, length] and `length` bytes. While contents are missing, the call
+answers {"missing": {sha256: bytes received so far}, "busy": whether another call is sending}. Otherwise it
+creates the attempt's directory atomically and answers {"received": digest}.
 
 Small contents are held in memory for one call. The others are kept in the store.
 """

@@ -640,7 +640,7 @@ def has_no_container(attempt: Attempt) -> bool:
     try:
         remaining = containers(attempt)
     except RefusedError:
-        return True  # no record says that there ever was one
+        return True  # without an answer, only a record could show that there was a container
     return not remaining or end_and_confirm(attempt)
 
 

@@ -88,7 +88,7 @@ class RentedPlacement:
             return Observation(unseen=str(error))
 
     def pull(self, attempt: Assignment, *, whole: bool = False) -> None:
-        """Implement `Placement.pull`; nothing comes from a machine that is gone or not ready."""
+        """Implement `Placement.pull`; skips machines that are gone or not ready."""
         self._combine(self._members(attempt)).pull(attempt, whole=whole)
 
     def stop(self, attempt: Assignment) -> bool:
@@ -117,12 +117,12 @@ class RentedPlacement:
         return self._combine(members)
 
     def _combine(self, members: list[Placement | None]) -> Placement:
-        """Return the placement on those machines that may hold something of the attempt."""
+        """Return one placement for all of the attempt's machines."""
         alone = members[0] if len(members) == 1 else None
         return alone or GangPlacement(self.name, self.launcher, members)
 
     def _members(self, attempt: Assignment) -> list[Placement | None]:
-        """Return the placement on each of the attempt's machines; None where it can have nothing."""
+        """Return the placement on each of the attempt's machines; None if it is gone or not ready."""
         rows = self.fleet.machines_of(attempt.run_id, attempt.epoch)
         provider = self.fleet.providers.get(self.rental.provider) if rows else None
         lasting = len(rows) == 1 and self._keeps_files()

@@ -37,7 +37,7 @@ class Explanation:
 
 
 MAX_NAMED_RUNS = 3  # runs in the queue that an explanation names
-SILENT_SECONDS = 30.0  # without a heartbeat, which comes every second, before a worker counts as silent
+SILENT_SECONDS = 30.0  # without a heartbeat after which a worker counts as silent; it beats every second
 
 NEXT_BY_STEP = {
     Step.STAGE: "its bundle is copied to its machine",

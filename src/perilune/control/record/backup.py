@@ -170,7 +170,7 @@ def _read_batches(source: Connection, table: Table) -> Iterable[list[dict[str, A
 
 
 def _copy_folder(source: Path, target: Path) -> None:
-    """Copy a folder without partial files, and without those that a live run removes meanwhile."""
+    """Copy a folder, except partial files and files that a live run deletes meanwhile."""
     partial = shutil.ignore_patterns("*.tmp")
     try:
         shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True, ignore=partial)

@@ -60,7 +60,7 @@ class Sweep(Frozen):
     arms: tuple[Arm, ...] = ()
 
     def with_arms(self, control: Control, arms: Sequence[Arm]) -> Sweep:
-        """Return the sweep with these arms, recorded."""
+        """Record these arms, and return the sweep with them."""
         changed = self.model_copy(update={"arms": tuple(arms)})
         write_json(control.home.sweeps / f"{self.name}.json", changed.model_dump(mode="json"))
         return changed

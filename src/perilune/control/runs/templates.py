@@ -138,7 +138,7 @@ class Template(Frozen):
 
     @property
     def effective_bring(self) -> Bring:
-        """`bring` or its default: a rented machine does not come back, so nothing may be only there."""
+        """`bring` or its default: "all" for a rented machine, where files are lost with it, else "final"."""
         return self.bring or ("all" if isinstance(self.placement, RentedTarget) else "final")
 
     def retry_policy(self) -> RetryPolicy:

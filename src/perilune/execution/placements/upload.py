@@ -62,7 +62,7 @@ class Upload:
         return contents
 
     def has_lost(self, wanted: Mapping[str, int]) -> bool:
-        """Return whether the machine asks for content that its store has evicted and nobody else has."""
+        """Return whether the machine asks for held content, because its store has evicted it since."""
         return not wanted.keys() <= self._sources.keys()
 
     def parse_wanted(self, missing: Any) -> dict[str, int]:

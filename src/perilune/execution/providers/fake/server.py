@@ -68,7 +68,7 @@ class Cloud:
         return self.inventory.document(machine)
 
     def terminate(self, key: str) -> dict[str, Any]:
-        """End existing machines with this key; a machine that comes into being later is not affected."""
+        """End existing machines with this key; a machine that is created later is not affected."""
         for machine in self.inventory.all():
             if machine.record.key == key:
                 self.inventory.end(machine, "terminated")
