@@ -159,7 +159,11 @@ class Rentals:
     def provide_machines(
         self, placement: Placement, run: Run, attempt: Attempt, assigned: Assignment, act: bool
     ) -> bool:
-        """Rent and check the machines of a live attempt; True if the attempt can proceed."""
+        """Rent and check the machines of a live attempt; True if the attempt can proceed.
+
+        Args:
+            act: whether machines may be rented now.
+        """
         if not isinstance(placement, RentedPlacement):
             return True
         self._managed_runs.add(run.id)
