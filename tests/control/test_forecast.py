@@ -93,7 +93,7 @@ def test_dry_run_forecasts_stages_and_costs_and_changes_nothing(
     assert code == 0 and "unknown: " in text and "MISSING: not set" in text
     code, there, _ = perilune("run", "three.yaml", "--plan", "--template", "box")
     assert "those to resume from stay on the machine" in there and ahead.bring == ""
-    assert "stops itself without contact for 20:00" in there and "lost if unreachable for 21:10" in there
+    assert "stops itself when out of contact for 20:00" in there and "lost if unreachable for 21:10" in there
     assert code == 0 and "ssh nowhere.invalid" in there and "0 of 1 slots are taken: starts at once" in there
     assert "the-value-of-it" not in out + text + there
     assert max(map(len, there.splitlines())) <= 100

@@ -31,7 +31,8 @@ class AttemptLimits(Frozen):
         None,
         gt=0,
         description="seconds without contact after which an attempt is abandoned and another starts; by"
-        " default as soon as the attempt has certainly stopped",
+        " default the shorter of max_lifetime and on_box_stop_after, plus 70, when the attempt has certainly"
+        " stopped itself",
     )
 
     @property

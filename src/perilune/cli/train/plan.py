@@ -254,7 +254,7 @@ def _retries(retry: Mapping[str, Any]) -> str:
 def _limits(limits: Mapping[str, Any]) -> list[str]:
     lines = {
         "max_lifetime": "an attempt is stopped after",
-        "on_box_stop_after": "it stops itself without contact for",
+        "on_box_stop_after": "it stops itself when out of contact for",
         "lost_after": "it counts as lost if unreachable for",
     }
     return [

@@ -29,7 +29,7 @@ class Lease(Frozen):
     ready_within: Annotated[
         float,
         Field(
-            gt=0, description="seconds after the request at which a machine that is not ready is terminated"
+            gt=0, description="a machine that is not ready this many seconds after the request is terminated"
         ),
     ] = 900.0
 

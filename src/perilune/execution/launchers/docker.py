@@ -45,7 +45,8 @@ class Container(Frozen):
     network: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$",
-        description="none, host, or another network of the program; by default the program's default network",
+        description="none, host, or the name of another network of docker or podman; by default their default"
+        " network",
     )
     memory: Size | None = Field(
         None, description='memory limit, such as "16g"; exceeding it ends the container'
