@@ -48,10 +48,10 @@ values. The reference is the mean reward of 16 sampled continuations of a prefix
   Monte Carlo values, with its 95% interval over tasks.
 * *Correlation of differences* is the same correlation for the process rewards of segments, which training
   uses. It leaves out the last segment of an answer. It counts as *reliable* if its 95% interval is above 0.
-* The *ceiling* is the correlation of exact values with the Monte Carlo values. It is below 1 because the
-  Monte Carlo values are noisy.
-* In the table by number of segments, a row covers the prefixes that consist of this number of segments
-  (*segments before*).
+* The *ceiling* estimates the correlation that exact values would reach. It is below 1 because the Monte
+  Carlo values are noisy, and is computed from the correlation between two halves of the continuations.
+* In the table *By number of segments*, a row covers the prefixes with the number of segments in the column
+  *segments before*.
 * Costs are medians over 24 training steps. Compare CPU seconds, because other programs used the machine."""
 
 

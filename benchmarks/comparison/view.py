@@ -98,16 +98,16 @@ def measurement(suite: Suite) -> str:
 An *arm* is one algorithm with its default options, except for the keys in
 `benchmarks/comparison/{suite.name}.yaml`. {suite.about}All arms of a seed start from {suite.start}, and see
 the same tasks in the same order. They train on the same number of episodes, with {suite.updates} optimizer
-updates per batch of rollouts. (The number of episodes of `dapo` differs a little, because `dapo` resamples
-dead groups.) The learning rate of each arm is the best of {suite.rates} on a further seed, which the
-comparison leaves out.
+updates per batch of rollouts. (`dapo` also samples replacements for dead groups. It trains for fewer steps,
+so that its number of episodes comes close to that of the others.) The learning rate of each arm is the best
+of {suite.rates} on a further seed, which the comparison leaves out.
 
 * *At equal episodes*: pass@1 on held-out tasks after training, from eight answers per task.
 * *At equal seconds*: the pass rate of each arm at the time when the fastest arm of the seed finishes. This
   rate is the mean over the last {WINDOW} steps that the arm has completed by then, on training tasks that are
   new at every step. Seconds are CPU seconds of the training process, without scoring and without the first
-  step. Other programs can only increase the CPU time. So we count each step with the lowest CPU time per
-  episode over all seeds, times the step's number of episodes.
+  step. Other programs can only increase the CPU time. So we take, for each arm and step, the lowest CPU time
+  per episode of this step in any seed, and multiply it by the step's number of episodes.
 
 Differences are tested [over paired seeds](index.md#differences-over-seeds). In the charts the line is the
 mean over seeds, the band is the range, and the reference arm is gray."""
@@ -124,14 +124,13 @@ def outcome(compared: Comparisons, suite: Suite) -> tuple[str, str]:
             if (arms := _concluded(compared, question, conclusion))
         ]
         if found:
-            verdicts.append(f"after {words}, it is {' and '.join(found)}")
-    differs = "the pass rate differs significantly from that of GRPO"
+            verdicts.append(f"after {words}, {' and '.join(found)}")
     return (
         f"RL with {len({arm for _, _, arm in compared})} algorithms and variants is compared with GRPO on"
         f" {suite.models}, in {count(len(settings), 'setting')}.",
-        f"In at least one setting, {differs}: {'; '.join(verdicts)}."
+        f"Pass rates differ significantly from GRPO's, each in at least one setting: {'; '.join(verdicts)}."
         if verdicts
-        else f"In no setting {differs}.",
+        else "In no setting does a pass rate differ significantly from GRPO's.",
     )
 
 
@@ -192,8 +191,8 @@ def findings(setting: str, arms: Arms, compared: Comparisons) -> list[str]:
     ]
     bounds = " to ".join(dict.fromkeys(f"{100 * width:.1f}" for width in (min(widths), max(widths))))
     sentences.append(
-        "The comparison cannot show small differences: at equal episodes, the 95% intervals reach"
-        f" {bounds} points below and above the mean difference."
+        "The comparison cannot show small differences: at equal episodes, the 95% interval of an arm"
+        f" extends {bounds} points to each side of its mean difference."
     )
     return sentences
 
@@ -288,7 +287,7 @@ def _tables(
             if (entry := compared.get((setting, question, arm))) is not None
         ]
     if rates:
-        tables["pass@1 in % by learning rate, on the seed that chose it"] = [
+        tables["pass@1 in % by learning rate, on the seed that only serves to choose the rate"] = [
             {"arm": f"`{arm}`", **{rate: f"{100 * reached:.1f}" for rate, reached in tried.items()}}
             for arm, tried in rates.items()
         ]

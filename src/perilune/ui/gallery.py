@@ -95,9 +95,9 @@ def render_gallery_markdown(models: Sequence[Mapping[str, Any]]) -> str:
         "* *Cache* is the size of the KV cache for one sequence of 1k (1,024), 32k or 128k tokens in",
         "  bfloat16. – means that the model's context is shorter.",
         "* *Next token at 1k* is the compute for one token with 1,024 tokens in the cache.",
-        "* *Runs* says how Perilune runs the checkpoint in plain, FP8 or MXFP4 format. *natively*: with",
-        "  Perilune's decoder. *with transformers*: with the transformers package, only for sampling and",
-        "  scoring. *not*: not yet.",
+        "* *Runs* says how Perilune runs a checkpoint with unquantized, FP8 or MXFP4 weights. *natively*:",
+        "  with Perilune's decoder. *with transformers*: with the transformers package, only for sampling",
+        "  and scoring. *not*: not yet.",
         "",
         "`perilune model gallery` writes a page with drawings of the layers, all figures, and the reason",
         "why a model does not run natively. The page shows any two models side by side. Your own",
@@ -121,7 +121,7 @@ def render_gallery_markdown(models: Sequence[Mapping[str, Any]]) -> str:
         "",
         "## Sources",
         "",
-        "| Model | Configuration read in | Published parameters |",
+        "| Model | Source of the configuration | Source of the published parameters |",
         "|---|---|---|",
     ]
     for model in models:

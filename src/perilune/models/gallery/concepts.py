@@ -65,7 +65,7 @@ CONCEPTS = (
         "NoPE",
         "Layers without position embedding",
         "Some layers skip the rotary embedding. These layers know the order of tokens only from the causal "
-        "mask, so they need no other rotary base for a longer context.",
+        "mask, and stay unchanged when the rotary base is raised for a longer context.",
         "Kazemnejad et al., arXiv 2305.19466",
         "perilune.models.config.decoder_config:DecoderConfig.layer_rope",
     ),
