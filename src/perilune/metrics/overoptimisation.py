@@ -132,7 +132,7 @@ class OveroptimisationWatch:
     smaller than the noise of a window is not found.
     """
 
-    def __init__(self, window: int = SLOPE_WINDOW) -> None:
+    def __init__(self, *, window: int = SLOPE_WINDOW) -> None:
         self._window = window
         self._steps: list[int] = []
         self._distances: list[float] = []

@@ -265,8 +265,8 @@ def _read_shape(config: Any, raw: Mapping[str, Any], folder: CheckpointFolder) -
     text = config.get_text_config()
     layers = getattr(text, "num_hidden_layers", 1)
     if not isinstance(layers, int) or layers > MAX_LAYERS:  # transformers makes a configuration for each
-        what = f"num_hidden_layers is {layers!r}, but must be a number up to {MAX_LAYERS}"
-        raise RequestError(what, where=str(folder.path / "config.json"))
+        what = f"num_hidden_layers is {layers!r}, but must be an integer up to {MAX_LAYERS}"
+        raise RequestError(what, where=str(folder.path / "config.json"), remedy=_INCOMPLETE)
     heads = getattr(text, "num_attention_heads", None)
     if not heads:
         what = f"a {raw['model_type']} model has no attention heads, but the engine needs keys and values"

@@ -41,8 +41,8 @@ class Trajectory:
     Attributes:
         name: purpose of a sub-agent.
         rounds: for each turn, the round of the rollout in which it was sampled (`Rollout.rounds`).
-        is_refused: whether a sub-agent cannot take its next turn: its messages cannot be encoded, or the
-            model has no room for them. Its actions are then empty.
+        is_refused: whether its next turn is impossible: its messages cannot be encoded, the model has no room
+            for them, or `episodes.max_turns` is reached. The actions of a sub-agent are then empty.
         is_full: whether a limit prevented its next turn: the model's positions, or `episodes.max_turns`.
         opening: the messages of the prompt.
         messages: all messages so far, as text.

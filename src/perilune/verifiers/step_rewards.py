@@ -29,7 +29,9 @@ def compute_shaping(potentials: StepValues, bounds: tuple[float, float], gamma: 
     return np.asarray(gamma * phi[1:] - phi[:-1])
 
 
-def compute_centered_returns(rewards: StepValues, scale: float = 1.0, clip: float = math.inf) -> StepValues:
+def compute_centered_returns(
+    rewards: StepValues, *, scale: float = 1.0, clip: float = math.inf
+) -> StepValues:
     """Return float64[T]: clip((G - b) / scale), with G the return of each step and b their mean.
 
     For a single step, b is 0.

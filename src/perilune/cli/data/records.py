@@ -155,7 +155,7 @@ def _print_filtered(report: Mapping[str, Any], out: Path) -> None:
         rejected = read_json_lines(out / "rejected.jsonl")
         row = next(row for row in rejected if row["reason"] == "broken")
         echo(f"the first broken row is {row['file']}:{row['line']}: {row['detail']}")
-    validation = "validation.jsonl, " if report["validation"] else ""
+    validation = "validation.jsonl, " if (out / "validation.jsonl").exists() else ""
     echo(f"wrote train.jsonl, {validation}rejected.jsonl and filter.json to {out}")
 
 

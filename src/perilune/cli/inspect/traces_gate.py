@@ -63,7 +63,7 @@ def gate_command(
 
 
 def _compare_results(now: Mapping[str, Any], then: Mapping[str, Any] | None, seed: int) -> dict[str, Any]:
-    from perilune.metrics.proportion import pass_rate_change
+    from perilune.metrics.bootstrap import paired_difference
 
     if not then:
         recorded = now["recorded"]
@@ -71,7 +71,7 @@ def _compare_results(now: Mapping[str, Any], then: Mapping[str, Any] | None, see
         return {"tasks": recorded["tasks"], **pair, "change": recorded["change"]}
     new, old = ({task: right / n for task, n, right in side["correct_per_task"]} for side in (now, then))
     shared = new.keys() & old.keys()
-    change = pass_rate_change(
+    change = paired_difference(
         {task: old[task] for task in shared}, {task: new[task] for task in shared}, seed=seed
     )
     pair = {"now": now["pass@1"], "then": then["pass@1"]}

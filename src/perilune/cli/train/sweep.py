@@ -256,7 +256,7 @@ def _print_plan(request: SweepRequest, recipes: dict[tuple[Settings, int], Recip
     basis = "by this machine's calibration"
     if calibrated is None:
         basis = "if each stage takes as long as it took on average before"
-    echo(f"  time  {_format_time(seconds, template.slots or runs, basis)}; {at_once}")
+    echo(f"  time  {_format_time(seconds, template, runs, basis)}; {at_once}")
     if price is not None:
         cost = price.problem if not price.attempt else f"{price.attempt * runs:.4g} at most, without retries"
         echo(f"  cost  {cost}")
@@ -286,14 +286,18 @@ def _estimate_seconds(
     return seconds
 
 
-def _format_time(seconds: float | None, slots: int, basis: str) -> str:
+def _format_time(seconds: float | None, template: Template, runs: int, basis: str) -> str:
+    from perilune.cli.train.plan import runs_in_local_process
+
+    if seconds is None and not runs_in_local_process(template):
+        return "unknown: not every stage has a finished run, and only times on this machine are estimated"
     if seconds is None:
         return (
             "unknown: no calibration of this device, and no finished run of every stage. Run perilune doctor"
         )
     if seconds == 0:
         return "nothing is left to run"
-    return f"about {format_duration(seconds / max(1, slots))}, {basis}"
+    return f"about {format_duration(seconds / max(1, template.slots or runs))}, {basis}"
 
 
 def _detach(control: Control, sweep: Sweep, command: Sequence[str], *, as_json: bool) -> None:

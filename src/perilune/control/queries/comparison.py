@@ -160,7 +160,7 @@ def compare_experiments(
     check_metric(metric, (status.name for statuses in stages.values() for status in statuses))
     arms = _keep_differing_settings(_group_arms(documents, stages, metric))
     if not 0 <= baseline < len(arms):
-        where, remedy = f"--baseline {baseline + 1}", f"a number from 1 to {len(arms)}"
+        where, remedy = f"--baseline {baseline + 1}", f"give a number from 1 to {len(arms)}"
         raise RequestError(f"there are only {len(arms)} arms", where=where, remedy=remedy)
     names = [sweep.name for sweep in sweeps] or dict.fromkeys(recipe["name"] for recipe in documents.values())
     arms = _add_differences(arms, baseline)

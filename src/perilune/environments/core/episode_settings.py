@@ -14,7 +14,10 @@ class EpisodeSettings(Frozen):
     """Bounds of an episode and the policy for failed episodes."""
 
     max_turns: int | None = Field(
-        None, ge=1, description="maximum actions of a multi-turn episode; null: the environment's own limit"
+        None,
+        ge=1,
+        description="maximum turns of all players of an episode, without those of sub-agents; null: the"
+        " environment's own limit",
     )
     max_tokens: int | None = Field(
         None,

@@ -8,7 +8,8 @@ from perilune.bundle.machine import require_memory
 from perilune.bundle.workspace import Workspace
 from perilune.data.episodes_file import write_episodes
 from perilune.environments.core.registry import make_environment
-from perilune.metrics.proportion import pass_rate_change, pass_rate_interval
+from perilune.metrics.bootstrap import paired_difference
+from perilune.metrics.proportion import pass_rate_interval
 from perilune.rollout.groups import flatten
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
@@ -100,7 +101,7 @@ def _against_recording(environment: Any, summary: Mapping[str, Any], seed: int) 
         "recorded": {
             "tasks": len(now),
             "pass@1": pass_rate_interval([*then.values()], seed=seed)._asdict(),
-            "change": pass_rate_change(then, now, seed=seed)._asdict(),
+            "change": paired_difference(then, now, seed=seed)._asdict(),
         }
     }
 
