@@ -136,7 +136,9 @@ def test_missing_tensor_of_a_model_of_transformers_is_one_error(perilune, tmp_pa
     tensors["renamed"] = tensors.pop("model.decoder.final_layer_norm.weight")
     save_file(tensors, weights, {"format": "pt"})
     done = perilune("chat", "model", "--plain")
-    assert done.stderr == "error: model: tensor model.decoder.final_layer_norm.weight is missing\n"
+    what, remedy = done.stderr.splitlines()
+    assert what == "error: model: tensor model.decoder.final_layer_norm.weight is missing"
+    assert remedy == "  try: fetch the folder again, with the config.json of these weights"
 
 
 def test_plan_says_that_it_waits_for_tasks(
