@@ -32,6 +32,11 @@ class ImportDefaults:
     score: float | None = None
 
 
+def rejects_file(out: Path) -> Path:
+    """Return the path of the rejected rows of a conversion to `out`."""
+    return out.with_name(f"{out.stem}.rejected{out.suffix}")
+
+
 def convert_files(
     inputs: Sequence[Path], to: Format, out: Path, defaults: ImportDefaults = ImportDefaults()
 ) -> dict[str, Any]:
@@ -51,7 +56,7 @@ def convert_files(
     files = list(map(records_file, inputs))
     for path in files:
         check_file(path)
-    rejects = out.with_name(f"{out.stem}.rejected{out.suffix}")
+    rejects = rejects_file(out)
     for path in files:
         if path.resolve() in (out.resolve(), rejects.resolve()):
             raise RequestError("would be overwritten", where=str(path), remedy="name another file for --out")

@@ -10,7 +10,7 @@ from perilune.cli.arguments import Json, check_output_file, check_output_folder,
 from perilune.cli.console import make_stage_progress
 from perilune.cli.data.generate import generate
 from perilune.cli.output import echo, print_json
-from perilune.data.conversion import ImportDefaults, convert_files
+from perilune.data.conversion import ImportDefaults, convert_files, rejects_file
 from perilune.errors import WorkFailedError
 from perilune.files import read_json_lines
 
@@ -189,5 +189,4 @@ def convert(
             echo(f"  rejected: {count:,} x {reason}")
         echo(f"wrote {out}")
     if not report["written"]:
-        rejects = out.with_name(f"{out.stem}.rejected{out.suffix}")
-        raise WorkFailedError("no row was converted", where=str(rejects))
+        raise WorkFailedError("no row was converted", where=str(rejects_file(out)))
