@@ -69,7 +69,7 @@ def test_view_separates_differences_from_noise() -> None:
     assert "No difference from `grpo` shown at equal episodes: `noise`, `leans`." in page["findings"]
     compared, found = page["lead"]
     assert compared.startswith("RL with 3 algorithms and variants is compared with GRPO")
-    assert "after the same number of episodes, it is higher with `better`;" in found
+    assert "after the same number of episodes, higher with `better`;" in found
 
 
 def test_view_makes_no_claim_from_two_seeds() -> None:
