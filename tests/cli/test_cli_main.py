@@ -102,6 +102,14 @@ def test_unknown_command_suggests_the_nearest(perilune) -> None:
     assert perilune("ls").stderr == "error: unknown command 'ls'\n  try: perilune runs\n"
 
 
+def test_unknown_subcommand_suggests_the_nearest_in_its_group(perilune) -> None:
+    done = perilune("model", "lst")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: unknown command 'model lst'\n  try: perilune model list\n"
+    assert perilune("data", "check").stderr.endswith("  try: perilune data --help\n")  # not a usual name
+    assert perilune("model", "download").stderr.endswith("  try: perilune model fetch\n")
+
+
 def test_usual_names_lead_to_commands() -> None:
     assert not USUAL_NAMES.keys() & COMMANDS.keys()
     assert {remedy.split()[0] for remedy in USUAL_NAMES.values()} <= COMMANDS.keys()

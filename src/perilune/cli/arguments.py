@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin, get_type_
 
 import typer
 
+from perilune.cli.groups import CommandGroup
 from perilune.cli.output import echo, reserve_stdout
 from perilune.errors import PeriluneError, RequestError, UnknownNameError
 
@@ -181,6 +182,7 @@ def open_run(reference: str) -> tuple[Control, Run]:
 def make_command_group(help: str) -> typer.Typer:
     """Make a command whose module adds subcommands."""
     group = typer.Typer(
+        cls=CommandGroup,
         help=help,
         no_args_is_help=True,
         add_completion=False,

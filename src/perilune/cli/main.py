@@ -5,7 +5,6 @@ A command raises `PeriluneError`. This module turns any exception into one messa
 1 the work failed, 2 the request was wrong, 130 Ctrl-C.
 """
 
-import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -13,26 +12,26 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 from perilune import __version__
 from perilune.cli.commands import (
     COMMANDS,
     PANELS,
     PROGRAM_NAME,
-    USUAL_NAMES,
     program_command,
     use_program_command,
 )
 from perilune.cli.failures import flush_stdout, report_failure
-from perilune.errors import RequestError, UserInterruptError
+from perilune.cli.groups import CommandGroup
+from perilune.errors import UserInterruptError
 from perilune.garbage import reduce_garbage_collection
 from perilune.redaction import redact_output
 
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(CommandGroup):
     """A group that knows its commands by name and imports a command when it is invoked."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -58,9 +57,7 @@ class LazyGroup(TyperGroup):
         Raises:
             RequestError: when there is no such command.
         """
-        name, *rest = args
-        if name not in COMMANDS:
-            raise RequestError(f"unknown command '{name}'", remedy=f"perilune {_nearest_command(name)}")
+        name, _, rest = super().resolve_command(ctx, args)
         return name, load_command(name), rest
 
     def invoke(self, ctx: Any) -> Any:
@@ -72,14 +69,6 @@ class LazyGroup(TyperGroup):
         except typer.BadParameter as error:
             error.message = _state_value(error)
             raise
-
-
-def _nearest_command(name: str) -> str:
-    """Return the command that users mean by `name`, or the option --help."""
-    if name in USUAL_NAMES:
-        return USUAL_NAMES[name]
-    close = [near for near in difflib.get_close_matches(name, COMMANDS) if near[0] == name[0]]
-    return close[0] if close else "--help"
 
 
 def _state_value(error: typer.BadParameter) -> str:
