@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from perilune.bundle.digest import recorded_digest
 from perilune.bundle.inspection import read_job
 from perilune.bundle.verify import verify
-from perilune.cli.inspect.bundle import app
+from perilune.cli.inspect.bundle import MAX_LISTED_DIFFERENCES, app
 from perilune.errors import RequestError
 from perilune.recipe.load import bundled_recipe, load_recipe
 
@@ -27,12 +27,18 @@ def test_verify_prints_digest_of_valid_bundle(pristine: Path) -> None:
     assert call("verify", pristine) == (0, f"verified: {recorded_digest(pristine)}\n")
 
 
-def test_verify_names_first_file_that_differs(bundle: Path) -> None:
+def test_verify_lists_files_that_differ_up_to_a_limit(bundle: Path) -> None:
     (bundle / "job.json").chmod(0o600)
     (bundle / "inputs" / "data").unlink()
     code, output = call("verify", bundle)
     assert code == 1
-    assert output == "differs: inputs/data is missing (and 1 more)\n"
+    mode = "differs: job.json has another mode: expected 0444, found 0600"
+    assert output == f"differs: inputs/data is missing\n{mode}\n"
+    for number in range(MAX_LISTED_DIFFERENCES):
+        (bundle / f"extra-{number:02}").touch()
+    lines = call("verify", bundle)[1].splitlines()
+    assert len(lines) == MAX_LISTED_DIFFERENCES + 1
+    assert lines[-1] == "and 2 more; --json lists all differences"
 
 
 def test_verify_prints_json(bundle: Path) -> None:

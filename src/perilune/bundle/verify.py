@@ -88,7 +88,7 @@ def require_verified(bundle: Path, expected: str | None = None, removed: Collect
         raise RequestError(
             f"the bundle was changed: {differences[0]}{more}",
             where=str(bundle),
-            remedy="fetch or freeze it again; `perilune bundle verify` lists all differences",
+            remedy="fetch or freeze it again; `perilune bundle verify` lists the differences",
         )
 
 

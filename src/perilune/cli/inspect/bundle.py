@@ -19,6 +19,8 @@ from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError
 from perilune.plural import plural
 
+MAX_LISTED_DIFFERENCES = 20  # without --json
+
 app = make_command_group("Freeze, verify and inspect bundles.")
 
 Bundle = Annotated[
@@ -37,7 +39,7 @@ def verify(
     digest: Annotated[str | None, typer.Option(help="Digest that the bundle must have.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Check every file of a bundle against its digest. Exits with 1 and names the first file that differs.
+    """Check every file of a bundle against its digest. Exits with 1 and lists the files that differ.
 
     Artifacts that runtime/removed.json lists, because `perilune gc` deleted them, may be missing. To check
     the signature of that list, run `perilune verify`.
@@ -53,8 +55,10 @@ def verify(
         document = {"path": str(path), "verified": not listed, "differences": listed}
         print_json(document | {"removed": sorted(removed)})
     elif differences:
-        more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
-        echo(f"differs: {differences[0]}{more}")
+        for difference in differences[:MAX_LISTED_DIFFERENCES]:
+            echo(f"differs: {difference}")
+        if len(differences) > MAX_LISTED_DIFFERENCES:
+            echo(f"and {len(differences) - MAX_LISTED_DIFFERENCES} more; --json lists all differences")
     else:
         from perilune.bundle.digest import recorded_digest
 
