@@ -139,7 +139,7 @@ def sweep(
     from perilune.cli.train.plan import derive_plans
     from perilune.control.queries.comparison import check_metric
     from perilune.control.runs.experiments import Control
-    from perilune.control.runs.sweeps import open_sweep
+    from perilune.control.runs.sweeps import check_sweep_name, open_sweep
     from perilune.recipe.axes import parse_axes, parse_seeds
     from perilune.recipe.load import load_recipe
 
@@ -148,6 +148,8 @@ def sweep(
     first = load_recipe(recipe, arms[0])
     if metric is not None:
         check_metric(metric, (stage.name for stage in first.stages))
+    if name is not None:
+        check_sweep_name(name)
     target, selection = parse_destination(template, with_ or ())
     options = {"set": set_, "seeds": seeds, "random": random, "search": search, "metric": metric}
     request = SweepRequest(

@@ -168,15 +168,19 @@ def compare_experiments(
 
 
 def check_metric(metric: str, stages: Iterable[str]) -> None:
-    """Check that a metric, "stage.figure", is of one of the stages.
+    """Check that a metric is "stage.figure" with one of the stages.
 
     Raises:
-        RequestError: when there is no such stage.
+        RequestError: when there is no such stage, or no figure.
     """
     known = dict.fromkeys(stages)
-    if (stage := metric.partition(".")[0]) not in known:
+    stage, _, figure = metric.partition(".")
+    if stage not in known or not figure:
         remedy = f"STAGE.METRIC with one of the stages {', '.join(known)}"
-        raise RequestError(f"no stage is called '{stage}'", where=f"--metric {metric}", remedy=remedy)
+        what = (
+            f"no metric of the stage {stage} is named" if stage in known else f"no stage is called '{stage}'"
+        )
+        raise RequestError(what, where=f"--metric {metric}", remedy=remedy)
 
 
 def final_figures(

@@ -94,11 +94,16 @@ def open_sweep(
             )
         numbered = (f"{stem}-{number}" for number in range(1, len(known) + 2))
         chosen = name or next(candidate for candidate in numbered if candidate not in known)
-        if not re.fullmatch(NAME_PATTERN, chosen):
-            remedy = "start with a letter; then letters, digits, - and _"
-            raise RequestError(f"'{chosen}' cannot be the name of a sweep", where="--name", remedy=remedy)
+        check_sweep_name(chosen)
         fresh = Sweep(name=chosen, definition=definition, created=time.time(), **fields)
         return fresh.with_arms(control, ())
+
+
+def check_sweep_name(name: str) -> None:
+    """Raise RequestError if `name` cannot be the name of a sweep."""
+    if not re.fullmatch(NAME_PATTERN, name):
+        remedy = "start with a letter; then letters, digits, - and _"
+        raise RequestError(f"'{name}' cannot be the name of a sweep", where="--name", remedy=remedy)
 
 
 def recorded_sweeps(control: Control) -> list[Sweep]:
