@@ -10,6 +10,7 @@ import pytest
 from drill_cases import Command, wait_for
 from sqlalchemy import select
 
+from perilune.cli.inspect.run_table import live_stages, print_live
 from perilune.control.record.store import Event, Run
 from perilune.control.runs.experiments import Control, open_experiment
 from perilune.control.runs.sweeps import SweepRunner, find_sweep
@@ -46,7 +47,11 @@ def start_order(control: Control) -> list[str]:
 
 
 def test_arms_share_equal_stages_and_failed_arm_stops_no_other(
-    perilune: Command, control: Control, recipe: str
+    perilune: Command,
+    control: Control,
+    recipe: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     command = (
         "sweep",
@@ -85,6 +90,14 @@ def test_arms_share_equal_stages_and_failed_arm_stops_no_other(
     listed = json.loads(perilune("runs", "--json")[1])["runs"]
     assert ["last.steps=2", "last.fail_at=-1", "seed=0"] in [row["overrides"] for row in listed]
     assert "last.steps=2  last.fail_at=-1  seed=0" in perilune("runs")[1]
+
+    # In a narrow terminal, no column is missing: rows are printed as text.
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    out = perilune("compare", document["sweep"])[1]
+    assert "last.steps 1, seeds 1, total 2, difference baseline\n" in out
+    print_live(live_stages(control, 4, refresh=False))
+    assert "  first, succeeded, try 1, time " in capsys.readouterr().out
 
 
 @pytest.mark.thorough
@@ -170,6 +183,8 @@ def test_invalid_keys_and_options_are_refused(perilune: Command, recipe: str, co
         ),
         (("--seeds", "x"), "neither a number of seeds"),
         (("--metric", "after.pass@1"), "no stage is called 'after'"),
+        (("--metric", "last", "--plan"), "no metric of the stage last is named"),
+        (("--name", "a/b", "--plan"), "'a/b' cannot be the name of a sweep"),
         (("--template", "local", "--slots", "2"), "--slots applies to this machine only"),
     ):
         code, _, err = perilune("sweep", recipe, *arguments)

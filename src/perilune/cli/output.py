@@ -14,6 +14,7 @@ import typer
 from perilune.cli.commands import use_program_command
 from perilune.terminal import escape_control
 
+NARROW_COLUMNS = 80  # width of a terminal below which each row of a table is printed as text
 SLOW_SECONDS = 15.0  # before a command says what it waits for
 
 

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from perilune.cli.arguments import Json, check_output_file, open_control
-from perilune.cli.output import as_markup, echo, make_console, make_table, print_json, wrap_text
+from perilune.cli.output import (
+    NARROW_COLUMNS,
+    as_markup,
+    echo,
+    make_console,
+    make_table,
+    print_json,
+    wrap_text,
+)
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
@@ -101,23 +109,38 @@ def print_comparison(comparison: Comparison) -> None:
     if len(comparison.keys) > MAX_SETTING_COLUMNS:
         for key, *values in zip(comparison.keys, *map(format_settings, comparison.arms), strict=True):
             echo(f"  {key}: {' | '.join(values)}")
-    console.print(_arm_table(comparison))
+    head, *rows = _arm_rows(comparison)
+    if console.width < NARROW_COLUMNS:
+        for row in rows:
+            cells = (f"{name} {cell}" for name, cell in zip(head, row, strict=True) if cell)
+            echo(wrap_text(", ".join(cells), indent=2))
+    else:
+        console.print(_arm_table(head, rows))
     for line in _curves(comparison):
         echo(line)
     for note in comparison.notes:
         echo(wrap_text(f"* {note}", indent=2))
 
 
-def _arm_table(comparison: Comparison) -> Any:
+def _arm_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+    table = make_table("arm", left=0)
+    *keys, seeds, figure, difference = head[1:]
+    for key in keys:
+        table.add_column(as_markup(key), overflow="fold")
+    for name in (seeds, figure):
+        table.add_column(as_markup(name), justify="right", no_wrap=True)
+    table.add_column(difference, overflow="fold")
+    for row in rows:
+        table.add_row(*map(as_markup, row))
+    return table
+
+
+def _arm_rows(comparison: Comparison) -> list[tuple[str, ...]]:
+    """Return the names of the columns, and a row for each arm."""
     from perilune.control.queries.comparison import describe_difference, format_settings
 
     keys = comparison.keys if len(comparison.keys) <= MAX_SETTING_COLUMNS else ()
-    table = make_table("arm", left=0)
-    for key in keys:
-        table.add_column(as_markup(key), overflow="fold")
-    for name in ("seeds", comparison.metric.rpartition(".")[2]):
-        table.add_column(as_markup(name), justify="right", no_wrap=True)
-    table.add_column("difference", overflow="fold")
+    rows = [("arm", *keys, "seeds", comparison.metric.rpartition(".")[2], "difference")]
     for index, arm in enumerate(comparison.arms):
         settings = format_settings(arm) if keys else ()
         seeds = str(len(arm.finished_members))
@@ -127,9 +150,8 @@ def _arm_table(comparison: Comparison) -> Any:
         if arm.difference is not None:
             difference = describe_difference(arm.difference, is_share=comparison.is_share)
         number = f"{index + 1}{'*' if index == comparison.best else ''}"
-        cells = (number, *settings, seeds, _format_figure(arm, comparison.is_share), difference)
-        table.add_row(*map(as_markup, cells))
-    return table
+        rows.append((number, *settings, seeds, _format_figure(arm, comparison.is_share), difference))
+    return rows
 
 
 def _format_figure(arm: Arm, is_share: bool) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from perilune.cli.output import as_markup, make_console
+from perilune.cli.output import NARROW_COLUMNS, as_markup, echo, make_console, wrap_text
 from perilune.cli.units import format_duration
 
 if TYPE_CHECKING:
@@ -138,14 +138,26 @@ def print_live(stages: Sequence[LiveStage]) -> None:
     console = make_console()
     for _, group in groupby(stages, key=lambda stage: stage.status.experiment_id):
         members = list(group)
+        console.print(as_markup(experiment_heading(members[0].status)))
+        if console.width < NARROW_COLUMNS:
+            for member in members:
+                echo(wrap_text(f"  {_describe_live(member)}", indent=4))
+            continue
         table = Table(box=None, pad_edge=False, show_header=False)
         for name in COLUMNS[1:-1]:
             table.add_column(no_wrap=name != "metrics", overflow="fold")
         for member in members:
             stage, *cells = map(as_markup, member.cells()[1:-1])
             table.add_row(f"  {stage}", *cells)
-        console.print(as_markup(experiment_heading(members[0].status)))
         console.print(table)
+
+
+def _describe_live(stage: LiveStage) -> str:
+    """Return the cells of a stage that are not empty, with the names of numbers."""
+    cells = zip(COLUMNS[1:-1], stage.cells()[1:-1], strict=True)
+    return ", ".join(
+        f"{name} {cell}" if name in ("try", "left", "time") else cell for name, cell in cells if cell
+    )
 
 
 def state_text(status: StageStatus) -> str:
