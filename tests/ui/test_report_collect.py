@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from make_experiment import AFTER_RL, AFTER_SFT, UNTRAINED, SyntheticExperiment
 
+from perilune.cli.inspect.report import report
 from perilune.data.episode import Episode
 from perilune.data.episodes_file import write_episodes
-from perilune.errors import RequestError
+from perilune.errors import RequestError, WorkFailedError
 from perilune.files import append_json_line, write_json_lines
 from perilune.ui.attempt import Attempt
 from perilune.ui.collect import collect_report
@@ -240,6 +241,16 @@ def test_view_folder_uses_the_newest_attempt(tmp_path: Path) -> None:
     (stage,) = view_folder(tmp_path).stages
     assert stage.attempt_dir == root.with_name("10")
     assert stage.attempts == 3
+
+
+def test_report_names_a_folder_that_is_deleted_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = SyntheticExperiment(tmp_path).rl(steps=3, prompts=2, until=1)
+    monkeypatch.setattr("perilune.ui.view._has_begun", lambda folder: shutil.rmtree(folder) is None)
+    with pytest.raises(WorkFailedError, match=f"{root} was deleted while") as failed:
+        report([str(tmp_path)], tmp_path / "report.html")
+    assert failed.value.remedy == "run the command again"
 
 
 def test_view_folder_without_attempts_raises_request_error(tmp_path: Path) -> None:

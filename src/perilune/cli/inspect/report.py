@@ -8,6 +8,7 @@ import typer
 
 from perilune.cli.arguments import check_output_file
 from perilune.cli.output import echo
+from perilune.errors import WorkFailedError
 from perilune.ui.report import build_report
 
 
@@ -31,7 +32,11 @@ def report(
     """
     from perilune.ui.experiment import view_target
 
-    written = _comparison_page(targets, out) or build_report(view_target(targets[0]), out)
+    try:
+        written = _comparison_page(targets, out) or build_report(view_target(targets[0]), out)
+    except FileNotFoundError as error:
+        what = f"{error.filename} was deleted while the report read it"
+        raise WorkFailedError(what, remedy="run the command again") from None
     echo(f"{written} ({written.stat().st_size / 1e6:.1f} MB)")
 
 
