@@ -123,6 +123,21 @@ def test_error_for_another_trainers_key_names_our_key(written: str, ours: str) -
     assert refused.value.remedy.split("; ")[0] == f"'{ours}'"
 
 
+def test_error_for_a_renamed_key_names_the_new_key() -> None:
+    table = (REFERENCE / "renames.md").read_text().split("## Recipes")[1].split("##")[0]
+    renamed = re.findall(r"^\| `(\w+)` .*\| `(\w+)` \|$", table, re.MULTILINE)
+    assert ("calls", "calls_per_block") in renamed
+    for old, new in renamed:
+        assert suggest_name(old, [new, "turns"]).startswith(f"'{new}'"), old
+
+
+def test_sections_below_names_are_listed() -> None:
+    sections = {title: {key.name for key in keys} for title, keys in list_sections().items()}
+    assert "rewards.NAME.function" in sections["recipe"]
+    assert {"parts.NAME.weight", "parts.NAME.reward_scale"} <= sections["environment: mixture"]
+    assert not any(name.startswith("metrics.NAME") for name in sections["task: rl"])  # one text: file.py:name
+
+
 def test_every_option_in_the_trl_table_has_a_hint() -> None:
     table = (
         (REFERENCE.parent / "how-to" / "coming-from-trl.md").read_text().split("## Names")[1].split("##")[0]

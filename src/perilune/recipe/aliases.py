@@ -1,4 +1,4 @@
-"""Keys of TRL, transformers, PEFT and verl, and the recipe's keys that mean the same.
+"""Keys of TRL, transformers, PEFT and verl, and former keys of recipes, with our keys that mean the same.
 
 An unknown key that is listed here gets an error that names our key or another remedy. The aliases are not
 accepted in a recipe: one setting has one name.
@@ -69,6 +69,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "lora_rank": ("rank",),
     "lora_alpha": ("alpha",),
     "target_modules": ("targets",),
+    "calls": ("calls_per_block",),  # before 22 November 2026
 }
 
 _CLIP = "algorithm: {name: grpo, clip_low: 0.2, clip_high: 0.28}"

@@ -119,7 +119,10 @@ def _list_keys(model: type[BaseModel], only: tuple[str, ...] | None = None) -> t
 
 
 def _key_rows(path: str, name: str, schema: dict[str, Any], consumes: str) -> Iterator[Key]:
-    """Yield the row of a key, or a row for each key of a nested section."""
+    """Yield the row of a key, or a row for each key of a nested section.
+
+    A section whose keys are names, such as `rewards`, also has rows for the keys below a name.
+    """
     inner = schema["properties"][name]
     optional = [part for part in inner.get("anyOf", ()) if "properties" in part]
     if optional and schema["title"] != "Recipe":
@@ -137,6 +140,12 @@ def _key_rows(path: str, name: str, schema: dict[str, Any], consumes: str) -> It
     kind = consumes or _format_type(inner)
     default = "required" if name in schema.get("required", ()) else _format_default(inner)
     yield Key(path, kind, default, inner.get("description", ""))
+    for named in (inner.get("additionalProperties"), *inner.get("patternProperties", {}).values()):
+        parts = [named, *named.get("anyOf", ())] if isinstance(named, dict) else []
+        for part in parts:
+            if part.get("title") != CodeFile.__name__:  # users write its path instead
+                for deeper in part.get("properties", ()):
+                    yield from _key_rows(f"{path}.NAME.{deeper}", deeper, part, "")
 
 
 def _format_default(schema: dict[str, Any]) -> str:

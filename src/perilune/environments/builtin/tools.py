@@ -67,7 +67,13 @@ class SandboxSpec(Frozen):
     )
     processes: int = Field(4, ge=1, le=64, description="maximum simultaneous processes and threads of a run")
     scratch_mb: int = Field(4, ge=1, le=256, description="maximum size of the scratch folder, in MiB")
-    output: int = Field(2000, ge=64, le=1 << 20, description="characters of output that the policy sees")
+    output: int = Field(
+        2000,
+        ge=64,
+        le=1 << 20,
+        description="maximum output that the policy sees at a time: bytes of what its code prints (the middle"
+        " of a longer output is left out), or characters of other results",
+    )
     twice: bool = Field(False, description="run all code twice and count differing results as `unsteady`")
     allow_missing: tuple[str, ...] = Field(
         (),
