@@ -48,7 +48,8 @@ The columns:
 
 * Accuracy is measured on 192 held-out tasks with 2 episodes each, without a budget.
 * *Sub-agents per episode* counts all sub-agents that the orchestrator starts; at most 8 of them run. A
-  sub-agent *finishes* if it ends with a value.
+  sub-agent *finishes* if it ends with a value. The share that finishes counts as 0% if no sub-agent was
+  started.
 * *While paid* covers steps 31 to 40, the last ten steps in which the weights are above 0.
 * *Total tokens* are the tokens of all agents in prompts, results and answers. A prefix that several
   sub-agents share counts once for each of them.

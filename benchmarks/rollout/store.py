@@ -23,8 +23,12 @@ engine runs in its own process, and the engines take turns.
   best rates of these cores, which are measured between the turns. The reads are at the rate of main memory,
   and the KV cache has the type of the weights. So an engine can be faster than the floor if the processor's
   caches hold its data, or if its KV cache is smaller.
+* `transformers-static` is `generate` with a KV cache of a fixed size. `perilune-int8` is Perilune's engine
+  with a KV cache in int8.
 * *Greedy tokens equal to transformers* is the share of tokens before the first difference, in greedy answers.
-  *Log-prob difference* is the largest difference among these tokens, in nats."""
+  *Log-prob difference* is the largest difference among these tokens, in nats.
+  *Mean log-prob* is the mean over all sampled tokens. Engines that sample from the same distribution
+  differ in it only by chance."""
 
 
 class Store:
