@@ -1,6 +1,6 @@
 """Run a complete GRPO training loop: a new model first imitates one-digit sums, then learns from rewards.
 
-    python examples/rl_loop.py            # 30 steps of GRPO, under a minute on one core
+    python examples/rl_loop.py            # 30 steps of GRPO, less than a minute on one core
     python examples/rl_loop.py 5          # 5 steps of GRPO
 
 It uses seven methods: `sample`, `score` and `update_weights` of the engine, and `forward_backward`,

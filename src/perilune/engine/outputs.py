@@ -292,8 +292,10 @@ class OutputProcessor:
     def _gather_routes(self, row: int) -> Routes | None:
         """Return the routes of all computed tokens of a sample.
 
-        After a weight update without recomputation, the routes of the prompt are marked as missing, because
-        older weights chose them.
+        After a weight update with recomputation, all routes are those of the new weights. `Trajectory.routes`
+        marks those of tokens that older weights sampled as missing. After an update without recomputation,
+        the routes are those of the weights that computed each token, and the routes of the prompt are marked
+        as missing.
         """
         if self._routes is None:
             return None

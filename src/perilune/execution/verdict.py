@@ -45,7 +45,7 @@ class Cause(StrEnum):
     ARTIFACT_MISSING = "artifact_missing"
     ARTIFACT_INVALID = "artifact_invalid"
     START_FAILED = "start_failed"  # the worker did not start
-    RUNNER_DIED = "runner_died"  # the worker died without a result
+    RUNNER_DIED = "runner_died"  # the worker died without a result, or its files are gone
     UNREACHABLE = "unreachable"  # for longer than the retry policy allows
     NO_MACHINE = "no_machine"  # none could be rented in time
     PREEMPTED = "preempted"  # its machine was preempted

@@ -18,7 +18,10 @@ from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError
 from perilune.plural import plural
 
-TARGET = "A run, or a folder that `perilune export` made. Default: the database and all runs of this home."
+TARGET = (
+    "A run, which is checked together with the recorded events of the home, or a folder that "
+    "`perilune export` made. Default: the database, the events and all ended runs of this home."
+)
 
 
 def verify(
