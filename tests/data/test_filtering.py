@@ -64,6 +64,18 @@ def test_filter_names_the_file_of_each_rejected_line(tmp_path):
     assert (row["file"], row["line"]) == (str(tmp_path / "in" / "records.jsonl"), 1)
 
 
+def test_detail_of_duplicate_names_file_and_line_of_kept_record(tmp_path):
+    kept, twin = record(LONG, task="1"), record(LONG + " again", task="2", score=0.5)
+    write_records(tmp_path / "a.jsonl", [kept, record("other", task="3")])
+    (tmp_path / "a.jsonl").write_bytes(b"\n\n" + (tmp_path / "a.jsonl").read_bytes())
+    write_records(tmp_path / "b.jsonl", [kept, twin])
+    inputs = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    filter_files(inputs, [], FilterSettings(near=0.5), tmp_path / "out")
+    rows = list(read_json_lines(tmp_path / "out" / "rejected.jsonl"))
+    assert [(row["file"], row["line"]) for row in rows] == [(str(inputs[1]), 1), (str(inputs[1]), 2)]
+    assert rows[0]["detail"] == f"of {inputs[0]}:3" and rows[1]["detail"].startswith(f"of {inputs[0]}:3, ")
+
+
 def test_filter_keeps_invalid_lines_in_rejected_file_and_continues(tmp_path):
     good = [record(f"answer {index}", task=str(index)) for index in range(3)]
     write_records(tmp_path / "in.jsonl", good)

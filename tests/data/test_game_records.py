@@ -130,12 +130,12 @@ def test_records_without_history_hold_one_position_each():
     kept, rejected = collect_games(about, 200, strategies={"random": 1.0}, greedy=True)
     shown = [record.messages for record in kept]
     assert {len(messages) for messages in shown} == {2} and len(set(map(str, shown))) == len(shown)
-    assert {record.is_sub_agent for record in kept} == {True, False} and rejected
+    assert {record.agent != "" for record in kept} == {True, False} and rejected
     games = {record.task_id for record in kept}
     assert len(games) + len(rejected) == 200 and len(kept) > len(games)
 
     mixed, _ = collect_games(section("leduc_poker", history=False), 60)
-    later = [str(record.messages) for record in mixed if record.is_sub_agent]
+    later = [str(record.messages) for record in mixed if record.agent]
     assert len(set(later)) < len(later)
 
 

@@ -254,8 +254,8 @@ def test_how_to_page_documents_every_key(environment: Any) -> None:
 def test_traces_contain_record_for_each_distinct_sub_agent_conversation() -> None:
     teacher = make_teacher("recursive", {"lines": 1.0})
     traces = collect_traces(COMPACT, teacher, 6, 0, extra={})
-    own = [record for record in traces.kept if not record.is_sub_agent]
-    asked = [record for record in traces.kept if record.is_sub_agent]
+    own = [record for record in traces.kept if not record.agent]
+    asked = [record for record in traces.kept if record.agent]
     assert len(own) == 6 and len({record.digest for record in traces.kept}) == len(traces.kept)
     assert 60 < len(asked) <= 96 and all(len(record.messages) == 2 for record in asked)
     assert all(re.fullmatch("[A-F]", record.answer) and len(record.prompt) == 4 for record in asked)

@@ -1,7 +1,7 @@
-"""Rows to Arrow and lists of numbers back, from their buffers.
+"""Convert rows to Arrow tables, and Arrow lists of numbers to NumPy arrays, through their buffers.
 
-`pa.array`, `to_numpy`, `pq.read_table` and `filter` with a list import pandas wherever it is installed: half
-a second in every stage.
+`pa.array`, `to_numpy`, `pq.read_table` and `filter` with a list are avoided: they import pandas if it is
+installed, which takes half a second in every stage.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,14 +25,14 @@ def to_table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
 
 
 def select_rows(table: pa.Table, keep: Sequence[bool]) -> pa.Table:
-    """Return the rows that are marked; the same as `table.filter`."""
+    """Return the rows where `keep` is True; the same as `table.filter`."""
     return table.filter(_build_array(keep, pa.bool_()))
 
 
 def to_number_arrays(lists: pa.ListArray) -> list[np.ndarray | None]:
     """Return each list of numbers as an array; None for a null."""
     numbers = lists.values
-    is_boolean = pa.types.is_boolean(numbers.type)  # which DLPack does not know in bits
+    is_boolean = pa.types.is_boolean(numbers.type)  # a bit each in Arrow, a byte each in DLPack
     flat: np.ndarray = np.from_dlpack(numbers.cast(pa.uint8()) if is_boolean else numbers)
     if is_boolean:
         flat = flat.view(np.bool_)
@@ -85,7 +85,7 @@ def _number_buffer(values: Sequence[Any] | np.ndarray, kind: pa.DataType) -> pa.
 
 
 def _numpy_dtype(kind: pa.DataType) -> Any:
-    return kind.to_pandas_dtype()  # NumPy's
+    return kind.to_pandas_dtype()  # returns a NumPy dtype
 
 
 def _bit_buffer(flags: np.ndarray) -> pa.Buffer:

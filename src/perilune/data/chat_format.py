@@ -104,7 +104,7 @@ def from_openai(messages: Any) -> list[Message]:
 
 
 def to_sharegpt(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Turns in ShareGPT's format, `from` system, human, gpt or tool with a `value`; calls stay text."""
+    """Return turns in ShareGPT's format: `from` (system, human, gpt or tool) and `value`. Calls stay text."""
     return [
         {
             "from": _SHAREGPT_NAMES[message["role"]],
@@ -140,7 +140,7 @@ def from_sharegpt(conversations: Any) -> list[Message]:
 
 
 def _unlearned(message: Mapping[str, Any], role: str | None) -> dict[str, int]:
-    """Return `weight` 0 of a message of the assistant that is not learned; empty for all others."""
+    """Return {"weight": 0} for a message of the assistant that is not learned, {} for other messages."""
     weight = message.get("weight")
     _require(role != "assistant" or weight in (None, 0, 1), "a message has a weight other than 0 and 1")
     return {"weight": 0} if role == "assistant" and weight == 0 else {}

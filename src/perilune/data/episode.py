@@ -73,7 +73,7 @@ class Episode:
         failure: "" or "boundary: reason", boundary in {environment, verifier, model, sandbox}.
         metrics: further figures; "strategy/NAME": 1.0 marks the strategy that the environment recognized.
         routed_experts: uint8 or uint16 [P + T - 1, layers, experts per token], the experts that computed the
-            prompt and all tokens but the last (`perilune.data.routes`); None if they were not recorded.
+            prompt and all tokens but the last (`perilune.data.routes`); None if no routes were recorded.
         spans: of the player and its sub-agents; empty if it had none.
         expected: a right answer of the task, for people who read the episode; "" if the environment states
             none. Prompts never contain it.
@@ -208,7 +208,7 @@ class Episode:
 
 
 def sampled_tokens(completion: SampledTokens) -> dict[str, Any]:
-    """Return the token fields of an episode that is one completion."""
+    """Return the token fields of an episode with a single completion."""
     return {
         "token_ids": completion.token_ids,
         "loss_mask": np.ones(len(completion.token_ids), np.bool_),

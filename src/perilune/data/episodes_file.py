@@ -36,7 +36,7 @@ _TOP_TOKENS = {"top_ids": np.int32, "top_logprobs": np.float32}
 
 @cache
 def episode_schema(routes: str = "uint16") -> pa.Schema:
-    """Return columns of an episodes file. `truncated` and `text` are derived from other columns, for queries.
+    """Return the columns of an episodes file. For queries, `truncated` and `text` repeat data of others.
 
     Args:
         routes: dtype of the experts in `routed_experts`.
@@ -104,7 +104,7 @@ def write_episodes(path: Path, episodes: Iterable[Episode]) -> int:
 
 
 def episodes_to_bytes(episodes: Iterable[Episode]) -> bytes:
-    """Episodes as an Arrow stream, for another process of the run.
+    """Return episodes as an Arrow stream, for another process of the run.
 
     Raises:
         ValueError: as `write_episodes`.
@@ -124,10 +124,9 @@ def episodes_from_bytes(stream: bytes) -> list[Episode]:
 
 
 def map_episodes(path: Path) -> list[Episode]:
-    """The episodes of a file with the bytes of `episodes_to_bytes`, which is mapped into memory and not read.
+    """Return the episodes of a file with the bytes of `episodes_to_bytes`, mapped into memory.
 
-    Tokens and routes are views into the file; their bytes are read when they are used. The file may be
-    deleted.
+    Tokens and routes are views into the file and are read when used. The file may be deleted meanwhile.
     """
     with pa.memory_map(str(path)) as file:
         return _to_episodes(pa.ipc.open_stream(file).read_all())

@@ -21,8 +21,7 @@ Message = dict[str, Any]
 
 DEMONSTRATION_COLUMNS = "messages, prompt and completion, or text"
 PREFERENCE_COLUMNS = "chosen and rejected, with prompt or without"
-# Inputs that every template has.
-RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # that templates define
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +29,8 @@ class Conversation:
     """Messages for the model's chat template.
 
     Attributes:
-        opening: the messages before the first one to imitate.
-        turns: the others. The first is the assistant's.
+        opening: the messages before the first message to imitate.
+        turns: the remaining messages. The first is the assistant's.
         variables: further inputs of the template: `tools`, and those of the column `chat_template_kwargs`.
     """
 
@@ -42,10 +41,10 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class PlainText:
-    """Text that no chat template changes. Control tokens that it spells out are control tokens.
+    """Text that is tokenized without a chat template. Spelled-out control tokens become control tokens.
 
     Attributes:
-        prompt: text without loss; empty if every token but the first is learned.
+        prompt: text without loss; if empty, every token but the first is learned.
     """
 
     prompt: str
@@ -122,7 +121,7 @@ def _read_answer(row: Row, name: str) -> Example:
         what = f"columns 'prompt' and '{name}' must both be text or both be lists of messages, not {kinds}"
         raise RequestError(what, where=row.place)
     opening, turns = (_read_messages(value, column, row.place) for column in ("prompt", name))
-    if opening and opening[-1]["role"] == "assistant":
+    if opening[-1]["role"] == "assistant":
         raise RequestError("column 'prompt' must not end with a message of the assistant", where=row.place)
     if turns[0]["role"] != "assistant":
         raise RequestError(f"column '{name}' must begin with a message of the assistant", where=row.place)

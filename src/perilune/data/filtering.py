@@ -1,8 +1,8 @@
-"""Filter records: reject broken, poor, duplicate and contaminated ones, with a reason for each.
+"""Filter records: reject broken, poor, duplicate and contaminated records, with a reason for each.
 
-Two passes over the lines. The first checks each line by itself and against earlier lines. The second writes
-the remaining lines, once the best of similar answers and of those to each task are known. Memory does not
-grow with the input.
+The first pass checks each line by itself and against earlier lines. The second pass writes the remaining
+lines, once the best answers to each task and the best of similar answers are known. Memory does not grow with
+the input. A line is identified by its place: the number of its file times `MAX_LINES`, plus its line number.
 """
 
 import json
@@ -24,7 +24,8 @@ from perilune.errors import RequestError
 from perilune.files import canonical_json, fsync_directory, sha256_file, write_json
 from perilune.frozen import Frozen
 
-REPORT_INTERVAL_LINES = 500  # lines
+REPORT_INTERVAL_LINES = 500
+MAX_LINES = 1 << 40  # more than any file has
 
 Progress = Callable[[int, int, Mapping[str, float]], None]
 
@@ -76,8 +77,9 @@ def filter_files(
         RequestError: when a file cannot be read, an evaluation is broken, `out` already has filtered or
             generated data, or a package for near duplicates or languages is missing.
     """
-    for path in (*inputs, *evaluations):
-        check_file(records_file(path))
+    inputs, evaluations = list(map(records_file, inputs)), list(map(records_file, evaluations))
+    for file in (*inputs, *evaluations):
+        check_file(file)
     if out.exists() and not out.is_dir():
         raise RequestError("is a file, not a folder", where=str(out), remedy="choose another folder")
     for report_name, content in (("filter.json", "filtered"), ("generate.json", "generated")):
@@ -87,7 +89,7 @@ def filter_files(
             )
     names = ["train.jsonl", "rejected.jsonl"] + (["validation.jsonl"] if settings.validation else [])
     outputs = [(out / name).resolve() for name in names]
-    for file in map(records_file, (*inputs, *evaluations)):
+    for file in (*inputs, *evaluations):
         if file.resolve() in outputs:
             raise RequestError(
                 "would be overwritten", where=str(file), remedy="choose another folder for --out"
@@ -97,7 +99,7 @@ def filter_files(
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".filter-", dir=out)))
         files = {name: stack.enter_context((work / name).open("wb")) for name in names}
         index = stack.enter_context(RecordIndex(work / "seen.sqlite"))
-        judge = _LineFilter(settings, index, _load_contamination(evaluations, settings.ngram))
+        judge = _LineFilter(settings, index, _load_contamination(evaluations, settings.ngram), inputs)
         counts = _filter_lines(inputs, judge, work / "left.jsonl", files["rejected.jsonl"], on_progress)
         counts += _write_best(inputs, work / "left.jsonl", index, settings, files)
         for name in names:
@@ -113,9 +115,14 @@ class _LineFilter:
     """Decides whether to reject a line, with the cheapest checks first."""
 
     def __init__(
-        self, settings: FilterSettings, index: RecordIndex, contamination: Contamination | None
+        self,
+        settings: FilterSettings,
+        index: RecordIndex,
+        contamination: Contamination | None,
+        inputs: Sequence[Path],
     ) -> None:
         self._settings, self._index, self._contamination = settings, index, contamination
+        self._inputs = inputs
 
     def reason(self, line: Line, place: int) -> tuple[str, str] | None:
         """Return a reason and its details, or None to keep the line, which is then indexed at `place`."""
@@ -149,20 +156,26 @@ class _LineFilter:
             return None
         earlier = self._index.find_or_add(bytes.fromhex(record.digest), place)
         if earlier is not None:
-            return "duplicate", f"of line {earlier + 1}"
+            return "duplicate", f"of {_locate(self._inputs, earlier)}"
         if self._settings.near is not None:
             signature = minhash_signature(f"{record.prompt}\n{record.answer}")
             similar = self._index.find_similar(signature, self._settings.near)
             if similar and similar[0][2] >= record.score:
-                return _near_duplicate(*similar[0][:2])
+                return _near_duplicate(self._inputs, *similar[0][:2])
             for worse, similarity, _ in similar:
                 self._index.replace(worse, place, similarity)
             self._index.add_signature(signature, record.score, place)
         return None
 
 
-def _near_duplicate(place: int, similarity: float) -> tuple[str, str]:
-    return "near duplicate", f"of line {place + 1}, similarity about {similarity:.2f}"
+def _locate(inputs: Sequence[Path], place: int) -> str:
+    """Return FILE:LINE of a place."""
+    file, line = divmod(place, MAX_LINES)
+    return f"{inputs[file]}:{line}"
+
+
+def _near_duplicate(inputs: Sequence[Path], place: int, similarity: float) -> tuple[str, str]:
+    return "near duplicate", f"of {_locate(inputs, place)}, similarity about {similarity:.2f}"
 
 
 def _load_contamination(evaluations: Sequence[Path], ngram: int) -> Contamination | None:
@@ -182,22 +195,23 @@ def _load_contamination(evaluations: Sequence[Path], ngram: int) -> Contaminatio
 def _filter_lines(
     inputs: Sequence[Path], judge: _LineFilter, left: Path, rejected: IO[bytes], on_progress: Progress
 ) -> Counter[str]:
-    """First pass: write each line that is not rejected to `left`, with its place, input and number."""
+    """First pass: write each line that is not rejected to `left`, after its place."""
     counts: Counter[str] = Counter()
-    done, total = 0, sum(records_file(path).stat().st_size for path in inputs)
+    done, total = 0, sum(path.stat().st_size for path in inputs)
     lines = ((index, line) for index, path in enumerate(inputs) for line in stream_lines(path))
     with left.open("wb") as file:
-        for place, (index, line) in enumerate(lines):
+        for index, line in lines:
             counts["read"] += 1
+            place = index * MAX_LINES + line.number
             done += len(line.raw) + 1
             reason = judge.reason(line, place)
             if reason is None:
                 counts["left"] += 1
-                file.write(b"%d %d %d %s\n" % (place, index, line.number, line.raw))
+                file.write(b"%d %s\n" % (place, line.raw))
             else:
                 counts[reason[0]] += 1
-                rejected.write(_rejected_row(line.file, line.number, reason, line.raw))
-            if place % REPORT_INTERVAL_LINES == 0:
+                rejected.write(_rejected_row(inputs, place, reason, line.raw))
+            if counts["read"] % REPORT_INTERVAL_LINES == 1:
                 on_progress(done, total, {"lines": counts["read"], "left": counts["left"]})
     del counts["left"]
     return counts
@@ -216,17 +230,15 @@ def _write_best(
         index.keep_best(settings.best)
     with left.open("rb") as lines:
         for line in lines:
-            place, file_number, number, raw = line.rstrip(b"\n").split(b" ", 3)
-            reason = None
-            if (replacement := index.find_replacement(int(place))) is not None:
-                reason = _near_duplicate(*replacement)
-            elif settings.best is not None and not index.is_kept(int(place)):
+            number, raw = line.rstrip(b"\n").split(b" ", 1)
+            place, reason = int(number), None
+            if (replacement := index.find_replacement(place)) is not None:
+                reason = _near_duplicate(inputs, *replacement)
+            elif settings.best is not None and not index.is_kept(place):
                 reason = ("not best", f"{settings.best} of this task kept")
             if reason is not None:
                 counts[reason[0]] += 1
-                files["rejected.jsonl"].write(
-                    _rejected_row(records_file(inputs[int(file_number)]), int(number), reason, raw)
-                )
+                files["rejected.jsonl"].write(_rejected_row(inputs, place, reason, raw))
                 continue
             held_out = is_validation(json.loads(raw)["task_id"], settings.validation)
             counts["validation" if held_out else "train"] += 1
@@ -234,9 +246,9 @@ def _write_best(
     return counts
 
 
-def _rejected_row(file: Path, number: int, reason: tuple[str, str], raw: bytes) -> bytes:
-    kind, detail = reason
-    row = {"file": str(file), "line": number, "reason": kind, "detail": detail, "row": excerpt(raw)}
+def _rejected_row(inputs: Sequence[Path], place: int, reason: tuple[str, str], raw: bytes) -> bytes:
+    (file, line), (kind, detail) = divmod(place, MAX_LINES), reason
+    row = {"file": str(inputs[file]), "line": line, "reason": kind, "detail": detail, "row": excerpt(raw)}
     return canonical_json(row) + b"\n"
 
 
@@ -250,10 +262,6 @@ def _make_report(
         "validation": counts.get("validation", 0),
         "rejected": {name: count for name, count in sorted(counts.items()) if name not in totals},
         "settings": settings.model_dump(),
-        "inputs": _digest_files(inputs),
-        "evaluations": _digest_files(evaluations),
+        "inputs": {str(file): sha256_file(file) for file in inputs},
+        "evaluations": {str(file): sha256_file(file) for file in evaluations},
     }
-
-
-def _digest_files(paths: Sequence[Path]) -> dict[str, str]:
-    return {str(file): sha256_file(file) for file in map(records_file, paths)}

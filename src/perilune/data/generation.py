@@ -26,13 +26,9 @@ from perilune.errors import RequestError
 from perilune.files import canonical_json, fsync_directory, read_json, sha256_file, write_json
 
 CHUNK_TASKS = 256  # most tasks between two points to resume from
-MIN_CHUNK_TASKS = 16  # least, so that a model still samples many answers at once
-RECORDS_FILE, REJECTED_FILE, PROGRESS_FILE, REPORT_FILE = (
-    "records.jsonl",
-    "rejected.jsonl",
-    "progress.json",
-    "generate.json",
-)
+MIN_CHUNK_TASKS = 16  # so that a model still samples many answers at once
+RECORDS_FILE, REJECTED_FILE = "records.jsonl", "rejected.jsonl"
+PROGRESS_FILE, REPORT_FILE = "progress.json", "generate.json"
 
 OnProgress = Callable[[int, int], None]
 
@@ -58,7 +54,8 @@ class GenerationTarget:
     """The number of records to generate, and the tasks to use.
 
     Attributes:
-        tasks: number of tasks to use; None uses as many as needed, and gives up if too many are rejected.
+        tasks: number of tasks to use; None uses as many as needed, and gives up after
+            `MAX_REJECTED_PER_RECORD` rejected candidates per record.
     """
 
     records: int
@@ -147,7 +144,7 @@ class _OutputFolder:
             what = "the folder was started with other settings"
             raise RequestError(what, where=str(out), remedy="use the same settings, or choose another folder")
         for name, size in ((RECORDS_FILE, progress.record_bytes), (REJECTED_FILE, progress.rejected_bytes)):
-            if _partial_path(out / name).exists():  # it does not if it already has its final name
+            if _partial_path(out / name).exists():  # False if the file already has its final name
                 os.truncate(_partial_path(out / name), size)
         for line in stream_lines(_partial_path(out / RECORDS_FILE)) if not progress.complete else ():
             if line.record is None:
@@ -189,7 +186,7 @@ class _OutputFolder:
         write_json(self.out / PROGRESS_FILE, asdict(progress))
 
     def finish(self, provenance: Provenance) -> dict[str, Any]:
-        """Rename the files and write the report."""
+        """Rename the files, write generate.json, and return its content."""
         for name in (REJECTED_FILE, RECORDS_FILE):
             if _partial_path(self.out / name).exists():
                 _partial_path(self.out / name).replace(self.out / name)

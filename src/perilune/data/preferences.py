@@ -44,7 +44,7 @@ class PreferenceRecord:
 
 
 def make_pair(chosen: Episode, rejected: Episode, source: str) -> PreferenceRecord:
-    """Return the record of two judged answers to one prompt."""
+    """Return the pair of two answers to one prompt. Both episodes must have a reward."""
     *prompt, answer = ({"role": m["role"], "content": m["content"]} for m in chosen.messages)
     other = {"role": "assistant", "content": rejected.text}
     assert chosen.reward is not None
@@ -58,10 +58,10 @@ def make_pair(chosen: Episode, rejected: Episode, source: str) -> PreferenceReco
 def choose_pairs(
     group: Sequence[Episode], *, most: int, gap: float, most_alike: float = 1.0, length_gap: int | None = None
 ) -> list[tuple[Episode, Episode]]:
-    """At most `most` pairs (better, worse) of one prompt's judged answers, starting with best and worst.
+    """Return at most `most` pairs (better, worse) of answers to one prompt, starting with best and worst.
 
-    Each answer is in at most one pair, and equal texts count once. Truncated answers and answers without a
-    verdict are left out: a pair with one truncated answer would teach the end-of-sequence token.
+    Each answer is in at most one pair, and equal texts count once. Answers without a reward are left out, and
+    so are truncated answers, because a pair with one truncated answer would teach the end-of-sequence token.
 
     Args:
         gap: smallest difference of rewards.

@@ -29,7 +29,7 @@ MAX_CANDIDATES = 50  # signatures per band to compare with one text
 
 
 class RecordIndex:
-    """Indexes records by content, similarity and task; `place` is a record's number.
+    """Indexes records by content, similarity and task. A record has a number, its `place`, in reading order.
 
     Args:
         path: the index file, which must not exist.
@@ -49,7 +49,7 @@ class RecordIndex:
         self._connection.close()
 
     def find_or_add(self, digest: bytes, place: int) -> int | None:
-        """The place of an earlier record with this digest, or None after adding the digest at `place`."""
+        """Return the place of an earlier record with this digest; if there is none, add it at `place`."""
         row = self._connection.execute("SELECT place FROM digests WHERE digest = ?", (digest,)).fetchone()
         if row is not None:
             return int(row[0])
@@ -57,10 +57,10 @@ class RecordIndex:
         return None
 
     def find_similar(self, signature: NDArray[np.uint32], threshold: float) -> list[tuple[int, float, float]]:
-        """Place, similarity and score of earlier records from `threshold`, the best score first.
+        """Return place, similarity and score of earlier records of at least `threshold`, best score first.
 
-        The share of equal entries of two MinHash signatures estimates the Jaccard similarity of the texts
-        (Broder 1997).
+        The share of equal entries of two MinHash signatures uint32[64] estimates the Jaccard similarity of
+        the texts (Broder 1997).
         """
         candidates: dict[int, None] = {}
         for band, key in enumerate(self._keys(signature)):
@@ -95,10 +95,9 @@ class RecordIndex:
         self._connection.execute("INSERT INTO replaced VALUES (?, ?, ?)", (place, better, similarity))
 
     def find_replacement(self, place: int) -> tuple[int, float] | None:
-        """Return place and similarity of the record for which the one at `place` was dropped, or None."""
-        row = self._connection.execute("SELECT better, similarity FROM replaced WHERE place = ?", (place,))
-        found: tuple[int, float] | None = row.fetchone()
-        return found
+        """Return place and similarity of the record for which the record at `place` was dropped, or None."""
+        rows = self._connection.execute("SELECT better, similarity FROM replaced WHERE place = ?", (place,))
+        return next(rows, None)
 
     def add_score(self, task: bytes, score: float, place: int) -> None:
         self._connection.execute("INSERT INTO kept VALUES (?, ?, ?)", (task, score, place))

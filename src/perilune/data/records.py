@@ -73,17 +73,12 @@ class TraceRecord:
 
     @property
     def agent(self) -> str:
-        """The sub-agent whose conversation it is; "" for the player's own."""
+        """The sub-agent that had this conversation; "" for the player."""
         return str((self.details or {}).get(_AGENT_KEY, ""))
 
     @property
-    def is_sub_agent(self) -> bool:
-        """True for the conversation of a sub-agent."""
-        return self.agent != ""
-
-    @property
     def is_mixed(self) -> bool:
-        """True if it comes from a mixed policy, so that duplicates carry information about frequencies."""
+        """True if a mixed policy made the record, so that duplicates show how often it makes each move."""
         return bool((self.details or {}).get("mixed"))
 
     @property
@@ -136,7 +131,7 @@ def read_records(path: Path) -> list[TraceRecord]:
 
 
 def deduplicate(records: Iterable[TraceRecord]) -> Iterator[TraceRecord]:
-    """Keep the first record of each agent in a task, and of each digest unless it is mixed."""
+    """Yield the first record of each agent in a task; of equal records that are not mixed, only the first."""
     digests: set[str] = set()
     tasks: set[tuple[str, str, str]] = set()
     for record in records:
@@ -148,9 +143,9 @@ def deduplicate(records: Iterable[TraceRecord]) -> Iterator[TraceRecord]:
 
 
 def is_validation(task_id: str, validation: float) -> bool:
-    """Return whether a task belongs to the share `validation` of tasks that is held out."""
-    mixed = hashlib.sha256(f"validation:{task_id}".encode()).digest()
-    return int.from_bytes(mixed[:8], "big") < validation * 2**64
+    """Return whether a task is in the held-out share `validation` (0 to 1), which its id decides."""
+    digest = hashlib.sha256(f"validation:{task_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") < validation * 2**64
 
 
 def parse_record(line: bytes, where: str) -> TraceRecord:
@@ -247,7 +242,7 @@ def check_messages(row: Mapping[str, Any], name: str, where: str, *, weights: bo
         weights: whether messages of the assistant may have `weight` 0.
 
     Raises:
-        RequestError: naming the first message that is not.
+        RequestError: naming the first message without them.
     """
     messages = row[name]
     if not isinstance(messages, list) or not messages:

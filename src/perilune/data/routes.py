@@ -1,8 +1,8 @@
 """Routes of a sequence as an array: the experts of each token in each layer of a mixture of experts.
 
-uint8 (up to 255 experts) or uint16 [rows, layers with experts, experts per token]. Row i has the experts of
-token i, which were computed to predict token i + 1, so the last token has no row. A row whose values are all
-the largest of the dtype is missing: its experts are not known. No expert has that number.
+The array is uint8 (up to 255 experts) or uint16 [rows, layers with experts, experts per token]. Row i has the
+experts that computed token i to predict token i + 1, so the last token has no row. In a missing row, whose
+experts are not known, each value is the maximum of the dtype, which is no expert's number.
 """
 
 import base64
@@ -16,7 +16,7 @@ Routes = NDArray[Any]
 
 
 def route_dtype(experts: int) -> type[np.unsignedinteger[Any]]:
-    """Return the smallest dtype for the experts 0 .. `experts` - 1 and the mark of a missing row."""
+    """Return the smallest dtype that holds the experts 0 .. `experts` - 1 and the mark of a missing row."""
     return np.uint8 if experts <= np.iinfo(np.uint8).max else np.uint16
 
 
@@ -26,13 +26,13 @@ def missing_mark(dtype: np.dtype[Any] | type[np.unsignedinteger[Any]]) -> int:
 
 
 def missing_rows(routes: Routes) -> NDArray[np.bool_]:
-    """bool[rows], whether the experts of a row are not known."""
+    """Return bool[rows], True where the experts of a row are not known."""
     missing: NDArray[np.bool_] = routes[:, 0, 0] == missing_mark(routes.dtype)
     return missing
 
 
 def no_routes(rows: int, like: Routes) -> Routes:
-    """Missing routes of `rows` tokens, of the layers and the dtype of `like`."""
+    """Return `rows` missing rows, with the layers and the dtype of `like`."""
     return np.full((rows, *like.shape[1:]), missing_mark(like.dtype), like.dtype)
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from perilune.errors import requires_extra
 
 PERMUTATIONS = 64
-SHINGLE_CHARACTERS = 5  # characters
+SHINGLE_CHARACTERS = 5
 _SIGNS = str.maketrans("−×·÷", "-**/")
 _OPERATOR = r"(?:\*\*|[-+*/^%=<>])"
 _OPERAND = r"[-(\[]*(?:\d|[b-hj-z]\b)"  # a number, or a variable; "a" and "i" are words
@@ -25,15 +25,13 @@ _WORDS = re.compile(
 
 
 def split_words(text: str) -> list[str]:
-    """Lower-case words, numbers and arithmetic operators in Unicode normal form, without other punctuation
-    and layout.
-    """
+    """Return lower-case words, numbers and arithmetic operators in Unicode normal form NFKC."""
     plain = unicodedata.normalize("NFKC", text).casefold().translate(_SIGNS)
     return _WORDS.findall(re.sub(r"[^\S\n]+", " ", plain))
 
 
 def minhash_signature(text: str) -> NDArray[np.uint32]:
-    """MinHash signature uint32[64] of a text's shingles of five characters; ignores case and layout.
+    """Return the MinHash signature uint32[64] of a text's five-character shingles; ignores case and layout.
 
     Broder, "On the resemblance and containment of documents", 1997; computed by datasketch.
 
@@ -53,7 +51,7 @@ def minhash_signature(text: str) -> NDArray[np.uint32]:
 
 
 def detect_language(text: str) -> str:
-    """ISO code of the most likely language of a text, "und" for a text without letters.
+    """Return the ISO code of the most likely language of a text, "und" for a text without letters.
 
     Raises:
         RequestError: when py3langid is not installed.

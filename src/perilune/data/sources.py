@@ -1,6 +1,6 @@
-"""Rows of the user's own data files: JSON Lines, JSON, CSV, Parquet, and folders that `datasets` saved.
+"""Read rows of the user's own data files: JSON Lines, JSON, CSV, Parquet, and folders that `datasets` saved.
 
-Rows are read in order and one batch at a time, so memory does not grow with the file.
+Rows are read in order and one batch at a time, so memory does not grow with the file, except for a JSON list.
 """
 
 import csv
@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from perilune.data.lines import read_lines
+from perilune.data.lines import HEAD_BYTES, read_lines
 from perilune.errors import RequestError
 from perilune.files import (
     BOM,
@@ -29,7 +29,6 @@ OWN_FILES = ("records.jsonl", "preferences.jsonl")  # what stages write
 TRAIN_WORDS = frozenset({"train", "training"})  # words in file names, as `datasets` reads them
 HELD_OUT_WORDS = frozenset({"validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"})
 BATCH_ROWS = 256  # rows of a columnar file in memory at a time
-HEAD_BYTES = 64  # bytes that tell a columnar file, and one of a wrong format
 MAX_FIELD_CHARACTERS = 1 << 24  # characters of a CSV field
 
 # The columns that `perilune.data.examples` reads. Others, such as embeddings, stay on disk.
@@ -55,10 +54,10 @@ class Row:
 
 
 def find_source(path: Path) -> Path:
-    """Return the file or folder of training rows that `path` names.
+    """Return the file or folder with the training rows of `path`.
 
-    In a folder, that is what a stage or `perilune data filter` wrote for training, or the split `train` of a
-    saved DatasetDict; else the folder itself.
+    For a folder, this is the training file that a stage or `perilune data filter` wrote there, the split
+    `train` of a saved DatasetDict, or else the folder itself.
 
     Raises:
         RequestError: when there is nothing to read.
@@ -152,8 +151,7 @@ def _read_file(file: Path) -> Iterator[Row]:
         raise RequestError(f"cannot be read: {error.strerror}", where=str(file)) from None
     if head.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")):
         return _read_columnar(file, head)
-    with open_regular(file) as opened:
-        starts = opened.read(4096).removeprefix(BOM).lstrip()
+    starts = head.removeprefix(BOM).lstrip()
     if starts.startswith(b"["):
         return _read_array(file)
     if problem := detect_wrong_format(head):
@@ -186,11 +184,9 @@ def _read_lines(file: Path) -> Iterator[Row]:
 
 def _read_array(file: Path) -> Iterator[Row]:
     if file.stat().st_size > MAX_FILE_BYTES:
-        what, remedy = (
-            f"a JSON list of more than {MAX_FILE_BYTES:,} bytes",
-            "jq -c '.[]' OLD.json > NEW.jsonl",
-        )
-        raise RequestError(what, where=str(file), remedy=f"convert it to JSON Lines: {remedy}")
+        what = f"a JSON list of more than {MAX_FILE_BYTES:,} bytes"
+        remedy = "convert it to JSON Lines: jq -c '.[]' OLD.json > NEW.jsonl"
+        raise RequestError(what, where=str(file), remedy=remedy)
     try:
         values = parse_strict_json(read_regular(file).removeprefix(BOM))
     except ValueError as error:
@@ -200,7 +196,7 @@ def _read_array(file: Path) -> Iterator[Row]:
 
 
 def _find_delimiter(starts: bytes) -> str | None:
-    """Return the delimiter of a CSV file, whose header names a column that is read; None for another file."""
+    """Return the delimiter of a CSV file whose header names a column of `COLUMNS`; None for other files."""
     header = _first_line(starts)
     for delimiter in () if starts.startswith(b"{") else (",", "\t", ";"):
         if COLUMNS.intersection(next(csv.reader([header], delimiter=delimiter), [])):
@@ -213,7 +209,7 @@ def _first_line(starts: bytes) -> str:
 
 
 def _read_csv(file: Path, delimiter: str, *, spaced: bool) -> Iterator[Row]:
-    """Read a CSV file. With `spaced`, the spaces after delimiters belong to no value."""
+    """Read a CSV file. With `spaced`, spaces after delimiters are dropped."""
     csv.field_size_limit(MAX_FIELD_CHARACTERS)
     with open_regular(file) as opened, io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as text:
         reader = csv.reader(text, delimiter=delimiter, strict=True, skipinitialspace=spaced)
@@ -278,7 +274,7 @@ def _read_batches(file: Path, head: bytes) -> Iterator[Sequence[dict[str, Any]]]
 
 
 def _drop_nulls(value: Any) -> Any:
-    """Return a value without null fields, with which a columnar file fills in what a row lacks."""
+    """Return a value without null fields: columnar files write a null for each field that a row lacks."""
     if isinstance(value, dict):
         return {name: _drop_nulls(item) for name, item in value.items() if item is not None}
     return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
@@ -288,7 +284,7 @@ def read_first_row(path: Path) -> Row:
     """Return the first row of a source.
 
     Raises:
-        RequestError: when it cannot be read, or there is none.
+        RequestError: when the source cannot be read, or has no rows.
     """
     for row in islice(read_rows(path), 1):
         return row

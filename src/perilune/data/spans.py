@@ -19,9 +19,9 @@ class Span:
             a number: "0.2", "0.2.0".
         name: "agent", or the purpose that the environment gave a sub-agent, such as "ask".
         rounds: the rounds in which its turns were sampled, ascending.
-        joined: first turn of the parent after the last of this agent's, as a round; -1 if there was none.
-        prompt_tokens: tokens in its context that no policy sampled.
-        tokens: tokens that were sampled.
+        joined: round of the parent's first turn after this agent's last turn; -1 if there was none.
+        prompt_tokens: number of tokens in its context that no policy sampled.
+        tokens: number of sampled tokens.
         policy_version: version of the weights that sampled its last token; -1 if there is none.
         messages: the conversation of a sub-agent; empty for the player, whose messages the episode has.
     """
@@ -52,10 +52,10 @@ class Span:
 
 
 def critical_steps(spans: Sequence[Span]) -> int:
-    """Turns on the longest path through the episode."""
+    """Return the number of turns on the longest path through the episode."""
     return len({number for span in spans for number in span.rounds})
 
 
 def total_steps(spans: Sequence[Span]) -> int:
-    """Turns of all agents."""
+    """Return the number of turns of all agents."""
     return sum(len(span.rounds) for span in spans)

@@ -28,7 +28,7 @@ class Line:
 
 
 def stream_lines(path: Path) -> Iterator[Line]:
-    """The lines of a file of records, or of a folder's records.jsonl, without blank lines; in bounded memory.
+    """Yield the lines of a file of records, or of a folder's records.jsonl, without blank lines.
 
     Raises:
         RequestError: when the file cannot be read, or is no JSON Lines file.

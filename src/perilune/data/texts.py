@@ -1,4 +1,4 @@
-"""The texts that a recipe's model reads and writes: tasks of environments, and rows of own files."""
+"""The texts that a recipe's model reads and writes: tasks of environments, and rows of the user's files."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -14,12 +14,12 @@ from perilune.environments.core.replay import replay_conversation
 from perilune.models.text.tokenizer import PRINTABLE_ASCII
 
 SAMPLED_TASKS = 8  # training tasks; some environments take a second for one
-MAX_TEXTS = 50_000  # that a tokenizer is trained on
+MAX_TEXTS = 50_000  # texts on which a tokenizer is trained
 _CHARACTERS = frozenset(PRINTABLE_ASCII)
 
 
 class Text(NamedTuple):
-    """A text, and where it stands: FILE:LINE, or the number of a task and what was said in it."""
+    """A text and its origin: FILE:LINE, or the environment, task number and role of a message."""
 
     place: str
     text: str
@@ -31,9 +31,9 @@ def find_foreign_character(text: str) -> str | None:
 
 
 def find_missing_character(texts: Iterator[Text], lacks: Callable[[str], str | None]) -> str | None:
-    """Return the first character for which `lacks` finds no token, and its place, in words.
+    """Describe the first character that `lacks` finds in a text, and its place; None if there is none.
 
-    Texts that cannot be read are no error here: the stage that uses them reports it.
+    Texts that cannot be read are no error here: the stage that uses them reports the error.
     """
     try:
         for place, text in texts:
@@ -64,7 +64,7 @@ def read_environment_texts(section: Mapping[str, Any], tasks: int = SAMPLED_TASK
 def _task_messages(environment: Environment, task: Task) -> tuple[Mapping[str, str], ...]:
     """Return the conversation with the right answer, or its beginning and the answers in the task's data.
 
-    Sessions that do more than compute are not opened.
+    Sessions that need the network or other processes (`confined = False`) are not opened.
     """
     opens = getattr(environment, "confined", True)
     gold = getattr(environment, "gold", lambda _: None)(task)

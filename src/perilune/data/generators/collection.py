@@ -73,7 +73,7 @@ def collect_traces(
     Args:
         extra: the teacher's settings besides its shares, for the provenance.
         transform: changes candidates before they are scored.
-        show: called after each candidate with the number of kept and of rejected candidates.
+        show: called after each record or rejection with the number of kept and of rejected candidates.
 
     Raises:
         RequestError: when the settings of the environment or the teacher are invalid.

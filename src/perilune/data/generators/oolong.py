@@ -15,8 +15,9 @@ from perilune.errors import RequestError
 class OolongTeacher(ScriptedTeacher):
     """Writes the right answer.
 
-    * worked: first a note on each line that the question is about, in order: its label; or if the question
-      asks for a user, a month or pairs, the user or the month of each line of the label,
+    * worked: notes on the lines that the question is about, then the answer. A note is the label of a line.
+      If the question asks for a user, a month or pairs, only lines of the asked label have a note: their user
+      or month,
     * direct: the answer at once.
     """
 
@@ -34,7 +35,7 @@ class OolongTeacher(ScriptedTeacher):
         if strategy == "direct":
             return (answer,)
         if task.data["style"] != "compact":
-            what = "the strategy worked writes notes, and style natural takes nothing but the answer"
+            what = "the strategy worked writes notes, but answers in style natural have no notes"
             raise RequestError(what, where="strategies.worked", remedy="set style: compact")
         asked = Question(**task.data["question"])
         return (write_notes(asked, draw_records(task.data)) + answer,)

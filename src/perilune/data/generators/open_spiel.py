@@ -75,7 +75,7 @@ class OpenSpielTeacher:
         self.options = options or OpenSpielOptions()
 
     def prepare(self, environment: Environment) -> None:
-        """Prepare the game teachers for the environment's game, which may solve the game.
+        """Make the game teachers for the environment's game. Some of them solve the game first.
 
         Raises:
             RequestError: when the environment is not open_spiel or has an answer format, or a game teacher
@@ -125,7 +125,7 @@ class OpenSpielTeacher:
 
     def _play(self, task: Task, seed: int) -> Candidate | None:
         environment, seat = self._environment, task.data["seat"]
-        opponent = choose_strategy(self.shares, seed, task.task_id)
+        opponent = choose_strategy(self.shares, f"strategy:{seed}:{task.task_id}")
         luck, own_luck = KeyedRandom(seed, task.task_id), KeyedRandom(seed, f"{task.task_id}/teacher")
         match = environment.begin(luck)
         actions: list[str] = []
@@ -164,7 +164,7 @@ class OpenSpielTeacher:
         )
 
     def _min_result(self) -> float:
-        """Lowest result of a game to keep it."""
+        """Return the lowest result at which a game is kept."""
         keep: Any = self.options.keep
         if keep is None:
             keep = "any" if self._has_luck() else "drawn"

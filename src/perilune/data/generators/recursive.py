@@ -1,4 +1,4 @@
-"""The recursive teacher: Python that explores a context of the environment oolong, in three habits."""
+"""The recursive teacher: Python that explores a context of the environment oolong with sub-agents."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -13,14 +13,14 @@ from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError
 
-_RANGE_LINES = 8  # lines
+_RANGE_LINES = 8
 
 
 class RecursiveTeacher(ScriptedTeacher):
     """Writes one episode per task, for compact prompts and compact contexts.
 
     * lines: asks about each line that matters, at the same time, and computes the answer in code,
-    * ranges: asks about eight lines after eight lines, each time for all labels, and answers (tool: ask),
+    * ranges: asks for the labels of eight lines at a time, and answers (tool: ask),
     * whole: asks one sub-agent, which reads the whole context with notes,
     * guess: the right answer at once, which a policy that sees two lines could not know.
     """

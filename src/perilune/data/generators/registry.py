@@ -45,9 +45,10 @@ def make_teacher(
     strategies: Mapping[str, float] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Teacher:
-    """Return the teacher that `named` names: one of `teacher_names`, or a class in a file.
+    """Return a teacher.
 
     Args:
+        named: one of `teacher_names`, or a class in a file.
         strategies: share of the tasks that each strategy answers; by default the teacher's own.
         options: fields of the teacher's `Options` model.
 
@@ -76,7 +77,7 @@ def provenance_of(teacher: Teacher, section: Mapping[str, Any], **extra: Any) ->
     """Return the provenance of all records of `teacher`.
 
     Args:
-        section: of the environment; files in it are identified by their content.
+        section: the environment section; the provenance identifies its files by their content.
         extra: further settings of the teacher.
     """
     points = entry_points(group=TEACHER_GROUP, name=teacher.name)

@@ -10,7 +10,7 @@ from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError
 
-MAX_SKIPPED = 10_000  # tasks in a row, of an environment whose tasks may never end
+MAX_SKIPPED = 10_000  # tasks in a row; an environment may have endless tasks
 
 
 class ScriptedTeacher(ABC):
@@ -31,7 +31,7 @@ class ScriptedTeacher(ABC):
 
     @abstractmethod
     def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:
-        """Return all actions of an episode, or only an answer. No actions skip the task.
+        """Return all actions of an episode, or only an answer. The task is skipped if there are none.
 
         Args:
             chance: random numbers for this task, derived from the seed.
@@ -41,14 +41,14 @@ class ScriptedTeacher(ABC):
         """
 
     def strategy(self, task: Task, seed: int) -> str:
-        return choose_strategy(self.shares, seed, task.task_id)
+        return choose_strategy(self.shares, f"strategy:{seed}:{task.task_id}")
 
     def candidates(self, tasks: Iterable[Task], seed: int) -> Iterator[Candidate]:
         """Yield at most one candidate per task.
 
         Raises:
-            RequestError: as `script`, when the teacher does not support a task, and after `MAX_SKIPPED` tasks
-                in a row that are skipped.
+            RequestError: as `script`, when the teacher does not support a task, and after `MAX_SKIPPED`
+                skipped tasks in a row.
         """
         skipped = 0
         for task in tasks:
@@ -69,9 +69,9 @@ class ScriptedTeacher(ABC):
                 yield Candidate(task, last, f"{self.name}/{strategy}", earlier=tuple(earlier))
 
 
-def choose_strategy(shares: Mapping[str, float], seed: int, task_id: str) -> str:
-    """Return the strategy of a task, drawn by its share; depends only on seed and task."""
-    draw = draw_uniform(f"strategy:{seed}:{task_id}")
+def choose_strategy(shares: Mapping[str, float], key: str) -> str:
+    """Return a strategy, drawn with its share as probability; depends only on `shares` and `key`."""
+    draw = draw_uniform(key)
     for name, share in shares.items():
         draw -= share
         if draw < 0:

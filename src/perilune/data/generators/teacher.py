@@ -27,7 +27,7 @@ class Candidate:
         source: teacher and strategy, e.g. "arithmetic/direct".
         earlier: the earlier actions of all players, in order.
         player: the player to imitate.
-        keep_from: lowest score to keep it.
+        keep_from: lowest score at which the trace is kept.
         details: further JSON values about its origin, for the record.
     """
 
@@ -72,7 +72,7 @@ class Teacher(Protocol):
     shares: Mapping[str, float]
 
     def candidates(self, tasks: Iterable[Task], seed: int) -> Iterator[Candidate]:
-        """At most one candidate per task, in the order of `tasks`; deterministic for a seed."""
+        """Yield at most one candidate per task, in the order of `tasks`; deterministic for a seed."""
 
 
 def prepare_teacher(teacher: Teacher, environment: Environment) -> None:
@@ -83,7 +83,7 @@ def prepare_teacher(teacher: Teacher, environment: Environment) -> None:
 
 
 def teacher_candidates(teacher: Teacher, environment: Environment, seed: int) -> Iterator[Candidate]:
-    """The candidates of a teacher for the training tasks of an environment."""
+    """Return the candidates of a teacher for the training tasks of an environment."""
     prepare_teacher(teacher, environment)
     return teacher.candidates(environment.tasks("train", seed), seed)
 
@@ -106,7 +106,7 @@ def verify_candidates(
 
     Args:
         score: scores a batch, normally `Scorer.score`.
-        most: tasks after whose records it ends.
+        most: number of tasks with records after which the iteration ends; None for no limit.
         converse: turns a transcript into conversations by agent, normally
             `perilune.environments.core.replay.replay_agent_conversations`. The default is prompt and answer.
         provenance: of the records, normally from `perilune.data.generators.provenance_of`.

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from perilune.data.generators.scripted import ScriptedTeacher, draw_uniform
+from perilune.data.generators.scripted import ScriptedTeacher, choose_strategy
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError
@@ -30,17 +30,13 @@ class ToolsTeacher(ScriptedTeacher):
     def strategy(self, task: Task, seed: int) -> str:
         if not {"solution", "actions", "files"} <= set(task.data):
             raise RequestError("the teacher tools supports only the environment 'tools'", where="teacher")
-        draw = draw_uniform(f"{seed}:{task.task_id}")
-        for name, share in self.shares.items():
-            draw -= share
-            if draw < 0:
-                cannot_guess = task.data["outputs"] or task.data["function"]
-                return "solve" if name == "guess" and cannot_guess else name
-        return "solve"
+        name = choose_strategy(self.shares, f"{seed}:{task.task_id}")
+        cannot_guess = task.data["outputs"] or task.data["function"]
+        return "solve" if name == "guess" and cannot_guess else name
 
 
 def _print_actions(task: Task) -> list[str]:
-    """Return an action per file that prints it, in the format of the task's own actions."""
+    """Return for each file an action that prints it, in the format of the task's own actions."""
     fenced = task.data["actions"][0].startswith("```")
     code = [f"print(open({name!r}).read())" for name in task.data["files"]]
     return [f"```python\n{line}\n```" for line in code] if fenced else code

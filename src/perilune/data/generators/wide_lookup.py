@@ -15,8 +15,7 @@ class WideLookupTeacher(ScriptedTeacher):
     """Finds the value of each key.
 
     * serial: reads the shards one after another, and notes each value in the turn after its shard,
-    * parallel: spawns a sub-agent for each key and joins them. A task with a single key is one for a
-      sub-agent, and its trace is serial,
+    * parallel: spawns a sub-agent for each key and joins them; serial if the task has a single key,
     * repeated: as serial, and notes all values again at the end,
     * folded: as repeated, and folds its notes after every third shard, for `context: {rule: policy}`.
     """
