@@ -201,6 +201,16 @@ def test_program_that_forks_and_exits_repeatedly_is_stopped():
     programs.close()
 
 
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_start_reports_modules_that_cannot_be_imported(has_ended):
+    programs = Programs(ProgramLimits(confined=False), ["no_such_module"])
+    if has_ended:
+        programs._server.wait()
+    with pytest.raises(RequestError, match="modules to preload cannot be imported: no_such_module"):
+        programs.start(["python", "-c", ""], Streams.of_text(""), {}, lambda ending: None)
+    programs.close()
+
+
 def test_program_keeps_folder_until_exit():
     programs, endings = Programs(ProgramLimits(confined=False)), []
     (program_input, ours), ended = os.pipe(), threading.Event()

@@ -27,7 +27,7 @@ from perilune.sandbox.audit import (
     run_probe,
 )
 from perilune.sandbox.baits import Baits
-from perilune.sandbox.confined_run import confined_run
+from perilune.sandbox.confined_run import run_confined
 from perilune.sandbox.mechanisms import WALLS, Mechanisms
 from perilune.sandbox.probes import read
 from perilune.sandbox.sandbox import Capabilities
@@ -125,7 +125,7 @@ def test_confined_run_blocks_shared_memory_and_unknown_system_calls():
         "    ctypes.set_errno(0)\n    print(call(), ctypes.get_errno())\n"
     )
     try:
-        assert confined_run(code, SandboxLimits()).output == "-1 1\n-1 1\n-1 38\n"
+        assert run_confined(code, SandboxLimits()).output == "-1 1\n-1 1\n-1 38\n"
         assert libc.shmctl(segment, 2, ctypes.create_string_buffer(256)) == 0  # the segment still exists
     finally:
         libc.shmctl(segment, 0, None)

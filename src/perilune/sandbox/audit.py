@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from perilune.sandbox.baits import Baits
-from perilune.sandbox.confined_run import confined_run
+from perilune.sandbox.confined_run import run_confined
 from perilune.sandbox.limits import SandboxLimits
 from perilune.sandbox.mechanisms import WALLS
 from perilune.sandbox.probes import escape, exhaust, reach, read, see, signals, write
@@ -76,7 +76,7 @@ class Probe:
 
 PROBES = (
     *(Probe("see", "names", fn) for fn in (see.processes, see.files, see.host)),
-    *(Probe("see", "files", fn) for fn in (see.environment,)),
+    Probe("see", "files", see.environment),
     *(Probe("read", "files", fn) for fn in (read.secrets, read.project, read.descriptors, read.run_before)),
     Probe("read", "signals", read.memory),
     *(Probe("write", "writes", fn) for fn in (write.folders, write.existing_files, write.devices)),
@@ -115,13 +115,14 @@ class Finding:
     """The result of a probe.
 
     Attributes:
-        what: what it tries.
-        stands: whether this machine has that wall.
-        verdict: "contained" if every attempt was refused, "open" if none was, "untried" if one failed by
-            itself and none succeeded, else "partly".
+        what: description of the attempts.
+        stands: whether this machine has the wall.
+        verdict: "contained" if every attempt was refused, "open" if attempts succeeded and none was refused,
+            "partly" if some succeeded and some were refused, "untried" if some failed by themselves and none
+            succeeded.
         reached: successful attempts, each with the evidence.
         refused: attempts that a wall refused, each with the error.
-        untried: attempts that failed by themselves, which shows nothing.
+        untried: attempts that failed for another reason, which shows nothing.
     """
 
     probe: str
@@ -183,7 +184,7 @@ def audit_sandbox(
             if on_finding:
                 on_finding(findings[-1])
         for probe in [] if without else [probe for probe in probes if probe.function in SCORER_PROBES]:
-            run = partial(confined_run, limits=AUDIT_LIMITS)
+            run = partial(run_confined, limits=AUDIT_LIMITS)
             finding = run_probe(probe, run, baits, sandbox.process_id, _without_namespaces(capabilities))
             findings.append(replace(finding, probe=f"scorer: {finding.probe}"))
             if on_finding:
@@ -210,7 +211,7 @@ def run_probe(
     """Run one probe with `run`, and inspect its effects from outside.
 
     Args:
-        supervisor: process whose descendants include everything that the code leaves behind.
+        supervisor: id of the process whose descendants include everything that the code leaves behind.
     """
     facts = baits.facts | asdict(AUDIT_LIMITS) | {"supervisor": supervisor}
     if probe.function is read.run_before:

@@ -1,6 +1,4 @@
-"""The baits of an audit: secrets, processes and sockets for untrusted code to find. Each shows when it was
-taken.
-"""
+"""The baits of an audit: secrets, processes and sockets for untrusted code to find, which show their use."""
 
 from __future__ import annotations
 

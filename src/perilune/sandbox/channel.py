@@ -28,31 +28,32 @@ _FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal
 
 
 class BrokenChannelError(Exception):
-    """The process hung, died, flooded or sent a malformed answer, and can no longer be trusted."""
+    """The process hung, died, sent too much or a malformed answer, and can no longer be trusted."""
 
 
 class KilledError(BrokenChannelError):
     """A signal from outside ended the process, perhaps through no fault of its own."""
 
 
-class Line(ABC):
-    """A socket to one process and a pipe from its standard error. Pass `theirs` to the process, then call
-    `given`.
+class ProcessSocket(ABC):
+    """A socket to one process, and a pipe from its standard error.
+
+    Pass `child_ends` to the process, then call `close_child_ends`.
 
     Args:
         name: name of the process in messages, such as "the scorer's process".
         answer_bytes: maximum bytes of one line, and of standard error in total.
 
     Attributes:
-        theirs: descriptors for the process: its end of the socket, and its standard error.
+        child_ends: descriptors for the process: its end of the socket, and its standard error.
     """
 
     def __init__(self, name: str, answer_bytes: int) -> None:
         self.name = name
         self._socket, other = socket.socketpair()
         self._errors, their_errors = os.pipe()
-        self.theirs = (other.detach(), their_errors)
-        self._most = answer_bytes
+        self.child_ends = (other.detach(), their_errors)
+        self._answer_bytes = answer_bytes
         self._unsent = b""
         self._buffer = bytearray()
         self._error = b""
@@ -62,9 +63,9 @@ class Line(ABC):
         self._selector.register(self._errors, selectors.EVENT_READ)
         self._socket.setblocking(False)
 
-    def given(self) -> None:
+    def close_child_ends(self) -> None:
         """Close this side's copies of the process's descriptors, so that its death is noticed."""
-        for descriptor in self.theirs:
+        for descriptor in self.child_ends:
             os.close(descriptor)
 
     def send(self, document: Mapping[str, Any]) -> None:
@@ -83,8 +84,8 @@ class Line(ABC):
         """Wait for the next answer.
 
         Raises:
-            BrokenChannelError: if none arrives in time, or the process died, flooded or did not send a JSON
-                object.
+            BrokenChannelError: if none arrives within `seconds`, or the process died, sent too much, or sent
+                no JSON object.
         """
         until = time.monotonic() + seconds
         while b"\n" not in self._buffer:
@@ -125,10 +126,10 @@ class Line(ABC):
         except OSError:
             data = b""
         if data == b"":
-            raise self._closed()
+            raise self._ending_error()
         self._buffer += data or b""
-        if len(self._buffer) > self._most and b"\n" not in self._buffer:
-            raise BrokenChannelError(f"{self.name} wrote more than {self._most} bytes for one answer")
+        if len(self._buffer) > self._answer_bytes and b"\n" not in self._buffer:
+            raise BrokenChannelError(f"{self.name} wrote more than {self._answer_bytes} bytes for one answer")
 
     def _read_errors(self) -> None:
         data = os.read(self._errors, _READ_BYTES)
@@ -137,10 +138,11 @@ class Line(ABC):
             return
         self._error = (self._error + data)[-_MAX_ERROR_BYTES:]
         self._error_bytes += len(data)
-        if self._error_bytes > self._most:
-            raise BrokenChannelError(f"{self.name} wrote more than {self._most} bytes to standard error")
+        if self._error_bytes > self._answer_bytes:
+            most = self._answer_bytes
+            raise BrokenChannelError(f"{self.name} wrote more than {most} bytes to standard error")
 
-    def _closed(self) -> BrokenChannelError:
+    def _ending_error(self) -> BrokenChannelError:
         code = self.exit_code()
         with contextlib.suppress(OSError):
             os.set_blocking(self._errors, False)
@@ -153,11 +155,10 @@ class Line(ABC):
         return kind(f"{self.name} {how}" + (f": {last[0]}" if last else ""))
 
 
-class Channel(Line):
-    """A process in its own session, with an empty environment and an empty working directory.
+class Channel(ProcessSocket):
+    """A process in its own session, with a new environment and an empty working directory.
 
-    The socket is its standard input and output. The process confines itself. This side trusts nothing that it
-    sends.
+    The socket is its standard input and output. The process confines itself; its answers are not trusted.
 
     Args:
         module: module whose `main` runs in the process.
@@ -166,7 +167,7 @@ class Channel(Line):
     def __init__(self, module: str, name: str, answer_bytes: int) -> None:
         super().__init__(name, answer_bytes)
         self._folder = OwnedFolder("perilune-confined-")
-        descriptor, errors = self.theirs
+        descriptor, errors = self.child_ends
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-s", "-B", "-c", _START, json.dumps(sys.path), module],
             stdin=descriptor,
@@ -176,7 +177,7 @@ class Channel(Line):
             env=_environment(self._folder.path),
             start_new_session=True,
         )
-        self.given()
+        self.close_child_ends()
 
     @property
     def process_id(self) -> int:
@@ -202,7 +203,7 @@ class Channel(Line):
 
 
 def _environment(directory: str) -> dict[str, str]:
-    """Return a new environment. Nothing is inherited, so no secret is."""
+    """Return environment variables without inherited ones, which may be secret."""
     return {
         "HOME": directory,
         "LANG": "C.UTF-8",

@@ -1,4 +1,4 @@
-"""Runs code in a confined process, as code that took over a scorer would run. Used by the audit."""
+"""Runs code in a confined process, with the rights of code that took over a scorer. Used by the audit."""
 
 import json
 import subprocess
@@ -16,13 +16,13 @@ from perilune.sandbox.sandbox import Execution
 _START = """
 import json, sys
 sys.path.append(sys.argv[1])
-from perilune.sandbox.confined_run import run_confined
-run_confined()
+from perilune.sandbox.confined_run import main
+main()
 """
 
 
-def confined_run(code: str, limits: SandboxLimits) -> Execution:
-    """Run `code`, and kill it 20 s after `limits.seconds` have passed."""
+def run_confined(code: str, limits: SandboxLimits) -> Execution:
+    """Run `code` in a confined process, which is killed `limits.seconds` + 20 s after its start."""
     package = str(Path(perilune.__file__).parents[1])
     began = time.monotonic()
     with ExitStack() as stack:
@@ -44,8 +44,8 @@ def confined_run(code: str, limits: SandboxLimits) -> Execution:
     return Execution("error" if ended else "", ended, None, text, seconds)
 
 
-def run_confined() -> None:
-    """Inside the process: read the code, confine the process, run the code."""
+def main() -> None:
+    """Read the code, confine this process, and run the code."""
     code, memory_bytes, open_files = json.load(sys.stdin)
     confine(memory_bytes=memory_bytes, open_files=open_files)
     forbid_processes()

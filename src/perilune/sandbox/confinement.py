@@ -19,12 +19,12 @@ from perilune.sandbox.seccomp import call_filter, single_process_filter
 
 
 def confine(*, memory_bytes: int, open_files: int, readable: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Confine this process and its children for good. They may write no file.
+    """Confine this process and its children for good. They cannot write files.
 
     Args:
-        memory_bytes: address space beyond the current one.
-        open_files: descriptors beyond those open now.
-        readable: the files and folders that they may read; None is Python's own, with its packages.
+        memory_bytes: address space that they may take beyond the current one.
+        open_files: number of descriptors beyond those open now.
+        readable: files and folders that they may read; None: Python's own, with its packages.
 
     Returns:
         The walls that this machine lacks: "privileges", "files", "calls".
@@ -43,21 +43,21 @@ def confine(*, memory_bytes: int, open_files: int, readable: Sequence[str] | Non
         kernel.drop_privileges()
     except OSError:
         missing.append("privileges")
-    if not restrict_files(_of_python() if readable is None else readable):
+    if not restrict_files(_python_paths() if readable is None else readable):
         missing.append("files")
-    if not _filtered(call_filter(among_others=True, no_processes=False, no_shared_memory=True)):
+    if not _filter_calls(call_filter(among_others=True, no_processes=False)):
         missing.append("calls")
     return tuple(missing)
 
 
 def forbid_processes() -> None:
-    """Forbid a confined process to start children, and to send signals to other processes."""
+    """Forbid this process to start children, and to send signals to other processes."""
     lower_limit(resource.RLIMIT_NPROC, 0)
     if sys.platform == "linux":
-        _filtered(single_process_filter(os.getpid()))
+        _filter_calls(single_process_filter(os.getpid()))
 
 
-def _filtered(program: bytes) -> bool:
+def _filter_calls(program: bytes) -> bool:
     try:
         kernel.filter_calls(program)
     except OSError:
@@ -80,6 +80,6 @@ def _address_space() -> int | None:
         return None
 
 
-def _of_python() -> list[str]:
+def _python_paths() -> list[str]:
     own = {sys.prefix, sys.base_prefix, *filter(None, sys.path), *site.getsitepackages()}
     return [*sorted(own), "/usr", "/lib", "/lib64", "/etc/localtime", "/dev/null", "/dev/urandom"]

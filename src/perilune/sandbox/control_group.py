@@ -1,12 +1,12 @@
-"""A control group of the kernel that limits the memory of a supervisor and all its runs, without a gap.
+"""A control group (cgroup) that limits the memory of a supervisor and all its runs together.
 
-The supervisor enters the group once, and every run begins inside it. Moving each run would cost it the
-milliseconds of a migration. At the limit the kernel kills a process of the run, never the supervisor, because
-runs have the highest `oom_score_adj`; `memory.oom.group` would kill both. The supervisor then ends the run.
+The supervisor enters the group once, and every run begins inside it, because moving each run would cost
+milliseconds. At the limit the kernel kills a process of the run, never the supervisor, because runs have the
+highest `oom_score_adj`; `memory.oom.group` would kill both. The supervisor then ends the run.
 
-cgroup v1 and v2 differ in names of files, and in one rule: in v2 a group that has processes has no children
-with the memory controller. So the new group is a child of the nearest own group or ancestor that passes the
-controller on. No other process is moved and no other group is changed.
+cgroup v1 and v2 differ in the names of files, and in one rule: in v2, a group with processes has no children
+with the memory controller. So the new group is created in the nearest group, from this process's own upwards,
+that passes the controller on. No other process is moved and no other group is changed.
 """
 
 import os
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _NAME = "perilune-sandbox-"  # then the supervisor's process id, and a random part
-_OVERHEAD_BYTES = 16 << 20  # bytes: pages of Python that a run changes, and kernel memory of its namespaces
-_HIGHEST_ADJUSTMENT = 500  # of the supervisor, of 1000; with more the kernel might kill it before its run
+_OVERHEAD_BYTES = 16 << 20  # pages of Python that a run changes, and kernel memory of its namespaces
+_HIGHEST_ADJUSTMENT = 500  # of at most 1000; with more, the kernel might kill the supervisor before its run
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class _Version:
 
     Attributes:
         kind: type of its file system.
-        swap: file with the limit of swap, which the kernel may lack.
-        swap_counts_memory: whether that limit includes memory that is not swapped.
-        kills: file with events, and the name of the event that a process was killed at the limit.
+        swap: file with the limit of swap; missing if the kernel does not account swap.
+        swap_counts_memory: whether the limit of swap includes memory that is not swapped.
+        kills: file with events, and the name of the event that counts processes killed at the limit.
     """
 
     kind: str
@@ -91,9 +91,8 @@ class ControlGroup:
         return int(counts[event])
 
     def leave(self) -> None:
-        """Return to the group that this process came from, and remove this one."""
-        # If the group that it came from is gone, a later supervisor removes this one.
-        with suppress(OSError):
+        """Return to the group that this process came from, and remove this group."""
+        with suppress(OSError):  # if the earlier group is gone, a later supervisor removes this one
             _enter(self._came_from)
             self.folder.rmdir()
 

@@ -1,4 +1,4 @@
-"""Requests over a control socket, which bring descriptors: JSON, one a line, answered one after another."""
+"""Requests with descriptors over a control socket: a line of JSON each, answered before the next is sent."""
 
 import json
 import socket

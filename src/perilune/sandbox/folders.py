@@ -1,4 +1,4 @@
-"""Temporary folders that outlive no owner, and the removal of folders that untrusted code has filled."""
+"""Temporary folders that are removed even if their owner is killed, with whatever untrusted code wrote."""
 
 import fcntl
 import os
@@ -12,12 +12,12 @@ _OWNED = ".owned"  # suffix of a folder that its owner locks
 
 
 class OwnedFolder:
-    """A new temporary folder, which this process removes, or else a later process that creates another.
+    """A new temporary folder. If this process is killed, the next one that creates such a folder removes it.
 
-    Its owner holds a lock on it, which the kernel releases when the owner dies.
+    The owner holds a lock on the folder, which the kernel releases when the owner dies.
 
     Args:
-        parent: folder in which to create it; by default that for temporary files.
+        parent: folder in which to create it; by default the folder for temporary files.
 
     Attributes:
         path: the folder.
@@ -33,7 +33,7 @@ class OwnedFolder:
         self._end = weakref.finalize(self, _remove, self.path, lock)
 
     def remove(self) -> None:
-        """Remove it. May be called repeatedly, and is called at the end of the process."""
+        """Remove the folder. May be called repeatedly, and is called at the end of the process."""
         self._end()
 
 
@@ -57,7 +57,7 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
 
 
 def remove_folder(path: str) -> None:
-    """Remove a folder with all it contains, as far as possible. No process may use it any more.
+    """Remove a folder and its content as far as possible. No process may still use it.
 
     Every folder inside is moved up first, so neither recursion nor the length of a path limits the depth.
     """

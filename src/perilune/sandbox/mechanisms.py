@@ -31,7 +31,8 @@ class Mechanisms:
         namespaces: its own mounts, processes, network, System V IPC, host name and root.
         own_users: the namespaces belong to a user namespace, created without privileges.
         own_user: the code runs as a user that owns nothing else; needs root.
-        counted: the kernel can limit the number of its processes separately. It does not count root's.
+        counted: the kernel limits the number of the code's processes; it cannot for processes of root.
+        landlock: version of Landlock, 0 for none.
         seccomp: system calls are filtered.
         control_group: version of control groups (cgroup) that limit memory, 0 for none.
     """

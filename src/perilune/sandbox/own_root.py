@@ -1,6 +1,4 @@
-"""A separate file system with Python's library, a few devices and an empty scratch folder, and nothing else
-of the host.
-"""
+"""A separate file system with Python's library, a few devices, an empty scratch folder and nothing else."""
 
 import os
 import sys
@@ -32,7 +30,7 @@ def library_folders() -> list[str]:
 
 
 def shared_libraries() -> list[str]:
-    """Shared libraries that Python's extension modules load, and data of time zones and locales."""
+    """Return paths of shared libraries that Python's extension modules load, and of time zone data."""
     architecture = getattr(sys.implementation, "_multiarch", "")
     paths = [f"/usr/lib/{architecture}" if architecture else "/usr/lib", "/lib", "/lib64", "/usr/lib64"]
     if sys.base_prefix not in ("/usr", "/usr/local"):

@@ -1,4 +1,4 @@
-"""The process that starts programs: it imports the modules they share once, and forks a keeper for each.
+"""The process that starts programs: it imports their shared modules once, and forks a keeper per program.
 
 Standard input is a socket. Each line is a request to start a program (`perilune.sandbox.programs`), with
 descriptors for its input, output, errors and the keeper's report, and is answered by {"keeper": process}
@@ -52,7 +52,7 @@ def _run_and_report(
     request: Mapping[str, Any], given: int, output: int, errors: int, report: int
 ) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    kernel.die_with_parent(signal.SIGTERM)  # so that it still ends what the program has started
+    kernel.die_with_parent(signal.SIGTERM)  # not KILL, so that it still ends the program's processes
     kernel.adopt_orphans()
     program = os.fork()
     if program == 0:
@@ -66,7 +66,7 @@ def _run_and_report(
         for process in left:
             _end_group(process)
         with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:  # more may be born, so do not wait for the last
+            while os.waitpid(-1, os.WNOHANG)[0]:  # more may be forked, so do not wait for the last
                 pass
     os.write(report, json.dumps({"status": status}).encode())
     os._exit(0)
@@ -85,7 +85,7 @@ def _end_group(process: int) -> None:
 
 
 def _run_program(request: Mapping[str, Any], given: int, output: int, errors: int) -> NoReturn:
-    """Give up everything that the program must not have, and become it."""
+    """Give up all rights that the program must not have, and run it in this process."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         os.setsid()

@@ -1,8 +1,8 @@
-"""Runs programs of others, each in an own folder, with one TCP port that it may connect to.
+"""Runs third-party programs, each in its own folder, with one TCP port to which it may connect.
 
-Such a program is not as confined as code in the sandbox, because it needs its packages, other programs and a
-server of this machine. The kernel denies it other files and TCP ports (Landlock) and every privilege, and
-limits its memory, CPU time and files. It inherits no variable, so it has no secret.
+A program is less confined than code in the sandbox, because it needs its packages, other programs and a
+server on this machine. The kernel denies it other files and TCP ports (Landlock) and every privilege, and
+limits its memory, CPU time and files. It inherits no environment variables, so it has no secrets.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from perilune.sandbox.program_server import main
 main(sys.argv[2:])
 """
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/opt", "/etc", "/proc", "/dev/null", "/dev/urandom")
-_MAX_TEXT_CHARS = 2000  # bytes of standard error that are kept
+_MAX_ERROR_BYTES = 2000  # bytes of standard error that are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class ProgramLimits:
         cpu_seconds: CPU time of each of its processes.
         memory_bytes: address space of each of its processes.
         file_bytes: size of each file, and of its output.
-        confined: deny it all files but Python's, the system's and its own folder, and TCP but to one port.
+        confined: deny it all files but Python's, the system's and its own folder, and all TCP ports but one.
     """
 
     cpu_seconds: int = 60
@@ -111,7 +111,7 @@ class Programs:
         preload: modules that Python programs share; they are imported once and forked with each program.
 
     Raises:
-        RequestError: when this is not Linux, or its kernel cannot confine programs that shall be.
+        RequestError: when this is not Linux, or `limits.confined` needs a newer kernel.
     """
 
     def __init__(self, limits: ProgramLimits, preload: Sequence[str] = ()) -> None:
@@ -180,7 +180,8 @@ class Programs:
             report, their_report = os.pipe()
             reports = stack.enter_context(os.fdopen(report, "rb"))
             descriptors = [given.fileno(), output.fileno(), errors.fileno(), their_report]
-            with self._lock:
+            answer = b""
+            with self._lock, contextlib.suppress(ConnectionError):  # if the server has ended
                 socket.send_fds(self._control, [json.dumps(request).encode() + b"\n"], descriptors)
                 answer = self._answers.readline()
             os.close(their_report)
@@ -192,14 +193,14 @@ class Programs:
                 )
             program = Program(json.loads(answer)["keeper"])
             given.close()
-            own = stack.pop_all()
+            resources = stack.pop_all()
 
         def watch() -> None:
-            with own:
+            with resources:
                 document = reports.read()
                 status = json.loads(document)["status"] if document else signal.SIGKILL
                 text = _read_text(output) if output.seekable() else ""
-                ending = Ending(os.waitstatus_to_exitcode(status), text, _read_text(errors, _MAX_TEXT_CHARS))
+                ending = Ending(os.waitstatus_to_exitcode(status), text, _read_text(errors, _MAX_ERROR_BYTES))
             program.has_ended.set()
             on_end(ending)
 
@@ -215,7 +216,7 @@ class Programs:
 
 
 def _read_text(file: IO[bytes], most: int | None = None) -> str:
-    """Return the text in a file, or the end of it."""
+    """Return the text of a file, or of its last `most` bytes."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0 if most is None else max(size - most, 0))
     return file.read().decode(errors="replace")
@@ -224,11 +225,8 @@ def _read_text(file: IO[bytes], most: int | None = None) -> str:
 def _find(name: str) -> str:
     program = sys.executable if name in ("python", "python3") else shutil.which(name)
     if program is None:
-        raise RequestError(
-            f"there is no program {name!r}",
-            where="environment.command",
-            remedy="give its absolute path, or install it",
-        )
+        remedy = "give its absolute path, or install it"
+        raise RequestError(f"there is no program {name!r}", where="environment.command", remedy=remedy)
     return program
 
 

@@ -64,13 +64,12 @@ class Execution:
     Attributes:
         cause: empty for exit code 0; "error" for another exit code; "timeout" (clock or CPU), "memory",
             "output" or "scratch" if the run was killed for exceeding a limit; "memory" also if it ended with
-            a MemoryError; "report" if the sandbox's report of its files was too large; "killed" for any
-            other signal.
+            a MemoryError; "report" if the report with its files was too large; "killed" for any other signal.
         exit_code: None if a signal ended it.
-        output: standard output and standard error in order. A line replaces the part that was cut.
+        output: standard output and standard error in order; a line replaces a part that was cut.
         seconds: wall-clock time.
-        files: the regular files of the scratch folder that fit into it, at the end; those at the start if the
-            run was killed.
+        files: the regular files in the scratch folder after the run, within the limits; those before the run
+            if it was killed.
     """
 
     cause: str
@@ -84,8 +83,8 @@ class Execution:
 class Sandbox:
     """Runs Python code behind walls, one run at a time. Runs share nothing but the files passed on.
 
-    The code sees Python's own library and its files, in a scratch folder that is the working directory. A
-    fork server makes a run cost milliseconds.
+    The code sees Python's own library, and its files in a scratch folder, the working directory. A run costs
+    milliseconds, because a fork server starts it.
 
     Args:
         without: mechanisms to switch off ("namespaces", "own_user", "landlock", "seccomp", "control_group"),
@@ -197,7 +196,9 @@ class _Supervisor:
                 start_new_session=True,
             )
         try:
-            self.capabilities = _capabilities(self._receive(_START_SECONDS))
+            found = self._receive(_START_SECONDS)
+            mechanisms = Mechanisms(**found["mechanisms"])
+            self.capabilities = Capabilities(mechanisms, mechanisms.walls(), found["reasons"])
         except BaseException:
             self.close()
             raise
@@ -245,11 +246,6 @@ class _Supervisor:
                 raise OSError("it closed the socket")
             received += data
         return bytes(received)
-
-
-def _capabilities(found: Mapping[str, Any]) -> Capabilities:
-    mechanisms = Mechanisms(**found["mechanisms"])
-    return Capabilities(mechanisms, mechanisms.walls(), found["reasons"])
 
 
 def _execution(answer: Mapping[str, Any], before: Mapping[str, bytes]) -> Execution:

@@ -86,16 +86,14 @@ _ALLOW, _DENY, _UNKNOWN = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | err
 _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 
 
-def call_filter(*, among_others: bool, no_processes: bool, no_shared_memory: bool = False) -> bytes:
-    """Return the filter as a BPF program for this machine's architecture; empty for an unknown one.
+def call_filter(*, among_others: bool, no_processes: bool) -> bytes:
+    """Return the filter as a BPF program for this machine's architecture; empty for an unknown architecture.
 
     Args:
         among_others: the process shares a PID namespace with others. Refuse to leave the process group, so
             that killing the group kills all, and to change other processes' priorities or the owners,
             permissions and times of files.
         no_processes: refuse new processes. Threads are allowed.
-        no_shared_memory: refuse shared anonymous mappings. Their pages stay after a partial unmapping and are
-            then counted for no process.
     """
     refused = _DENIED | (_NEW_GROUP | _OF_OTHERS if among_others else {})
     refused |= _NEW_PROCESS if no_processes else {}
@@ -105,19 +103,19 @@ def call_filter(*, among_others: bool, no_processes: bool, no_shared_memory: boo
         _OWN_LIMITS: _deny_unless(0),
         _FCNTL: [_argument(1), *(step for command in _FCNTL_DENIED for step in _deny_if(command))],
         _SOCKETPAIR: _stream_pair(),
-        _MMAP: _mappings(no_shared_memory),
+        _MMAP: _mappings(),
     }
     return _program(refused, looked_into)
 
 
 def single_process_filter(process: int) -> bytes:
-    """Return a second filter to add to the first: no new processes, and signals only to itself."""
+    """Return a filter to add to `call_filter`: no new processes, and signals only to `process`."""
     looked_into = dict.fromkeys(_SIGNALS.values(), _deny_unless(process)) | {_CLONE: _allow_only_threads()}
     return _program(_NEW_PROCESS | _TKILL, looked_into)
 
 
 def _program(refused: Mapping[str, _Numbers], looked_into: Mapping[_Numbers, Sequence[bytes]]) -> bytes:
-    """Deny the calls of `refused`, and those of `looked_into` where its steps do."""
+    """Deny the calls of `refused`, and each call of `looked_into` if its steps deny the arguments."""
     machine = platform.machine()
     if machine not in _ARCHITECTURE:
         return b""
@@ -170,11 +168,10 @@ def _stream_pair() -> list[bytes]:
     ]
 
 
-def _mappings(no_shared_memory: bool) -> list[bytes]:
+def _mappings() -> list[bytes]:
+    """Deny huge pages, and shared anonymous pages, which no process counts after a partial unmapping."""
     steps = [_argument(3), _if(_ANY_BIT, _HUGE, 0, 1), _return(_DENY)]
-    if no_shared_memory:
-        steps += [_if(_ANY_BIT, _ANONYMOUS, 0, 2), _if(_ANY_BIT, _SHARED, 0, 1), _return(_DENY)]
-    return steps
+    return [*steps, _if(_ANY_BIT, _ANONYMOUS, 0, 2), _if(_ANY_BIT, _SHARED, 0, 1), _return(_DENY)]
 
 
 def _argument(place: int) -> bytes:

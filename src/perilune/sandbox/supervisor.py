@@ -1,8 +1,8 @@
 """The supervisor: a small process that forks a process tree for each run, watches it and ends it.
 
-It starts with an empty environment and no descriptor but a socket to the sandbox's owner. It reads only the
-length of a request. The run's own process reads the rest, so no run leaves anything in memory that the next
-one inherits. When the owner closes the socket, the run and the supervisor end.
+The supervisor starts with an empty environment, and its only descriptor is a socket to the sandbox's owner.
+It reads only the length of a request. The run's own process reads the rest, so the next run inherits nothing
+of it in memory. When the owner closes the socket, the run and the supervisor end.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _enter_control_group(limits: SandboxLimits, reasons: dict[str, str]) -> ControlGroup | None:
-    """Enter a group of our own; None if that cannot be done, with the reason in `reasons`."""
+    """Enter a new group; None if that fails, with the cause in `reasons`."""
     try:
         return ControlGroup(limits.memory_bytes, limits.scratch_bytes)
     except OSError as error:
@@ -69,8 +69,8 @@ class Supervisor:
 
     Args:
         folder: an empty folder for this sandbox alone.
-        group: the control group of this process, if it has its own.
-        reasons: mechanisms not to use, and why.
+        group: the control group that this process has entered, if any.
+        reasons: for each mechanism not to use, why.
 
     Attributes:
         capabilities: the mechanisms that work on this machine, and why others do not.

@@ -40,7 +40,7 @@ class Watch:
         self._cause = ""
 
     def wait_for_end(self, output: int, report: int) -> dict[str, Any]:
-        """Wait until all writers have closed the two pipes. Return the result."""
+        """Wait until all writers have closed the two pipes. Return cause, output, seconds and report."""
         began = time.monotonic()
         until, next_check = began + self._limits.seconds, began
         poll = select.poll()
@@ -174,7 +174,7 @@ def descendants(process: int) -> Iterator[int]:
 
 
 def unshared_memory(processes: Iterable[int], shared: int) -> int:
-    """Return the memory of processes in bytes, beyond that shared with the process they were forked from.
+    """Return the memory of processes in bytes, beyond the `shared` bytes of their common parent.
 
     A page that several processes map counts once (its proportional size), and swapped pages count. If the
     kernel does not report the proportional size of a process, its resident size beyond `shared` counts.

@@ -10,7 +10,7 @@ _CHUNK = 1 << 16
 
 
 def encode_frame(document: Mapping[str, Any]) -> bytes:
-    """Return a document with its length."""
+    """Return a document as JSON after its length."""
     body = json.dumps(document).encode()
     return f"{len(body):0{HEADER}x}".encode() + body
 

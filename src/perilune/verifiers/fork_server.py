@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from perilune.errors import RequestError
-from perilune.sandbox.channel import BrokenChannelError, Channel, Line
+from perilune.sandbox.channel import BrokenChannelError, Channel, ProcessSocket
 from perilune.verifiers.confinement import ScorerLimits
 
 PROCESS_NAME = "the scorer's process"
@@ -61,8 +61,8 @@ class ForkServer:
         """
         self.open()
         worker = Worker(self, self._limits.answer_bytes)
-        self._channel.send_descriptors({"fork": True}, worker.theirs)
-        worker.given()
+        self._channel.send_descriptors({"fork": True}, worker.child_ends)
+        worker.close_child_ends()
         try:
             worker.process_id = int(self._channel.receive(self._limits.start_seconds)["process"])
             worker.receive(self._limits.start_seconds)
@@ -86,7 +86,7 @@ class ForkServer:
         self._channel.close()
 
 
-class Worker(Line):
+class Worker(ProcessSocket):
     """A process that was forked for one batch.
 
     Attributes:
