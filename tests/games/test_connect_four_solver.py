@@ -88,9 +88,9 @@ def test_foreseen_agrees_with_the_solver(solver: Solver) -> None:
 
 def test_solver_without_a_compiler_reports_the_cause(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(solver_module, "load_library", lambda unit: build.Native(None, "no C compiler found"))
-    solver_module._load_function.cache_clear()
+    solver_module.load_function.cache_clear()
     try:
         with pytest.raises(WorkFailedError, match="no C compiler"):
             Solver(10)
     finally:
-        solver_module._load_function.cache_clear()
+        solver_module.load_function.cache_clear()

@@ -74,7 +74,7 @@ class ExactGame:
         return cls(game, list(enumeration.decisions.values())) if enumeration.is_complete else None
 
     def nash_conv(self, policy: Policy) -> float:
-        """NashConv of a policy that plays all players, in units of the game's returns.
+        """Return the NashConv of a policy that plays all players, in units of the game's returns.
 
         Raises:
             RequestError: if the policy lacks a decision or has invalid probabilities.
@@ -88,7 +88,7 @@ class ExactGame:
         return float(load_pyspiel().nash_conv(self._game, load_pyspiel().TabularPolicy(table)))
 
     def exploitability(self, policy: Policy) -> float:
-        """NashConv divided by the number of players."""
+        """Return NashConv divided by the number of players."""
         return self.nash_conv(policy) / int(self._game.num_players())
 
 

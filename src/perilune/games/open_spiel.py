@@ -65,8 +65,7 @@ class OpenSpielSpec(Frozen):
 
 
 class OpenSpielEnvironment(MultiTurn):
-    """One game. Rewards are the game's returns, at the end. Against an opponent, the task determines the
-    policy's player.
+    """One game. Rewards are its returns, at the end. Against an opponent, the task sets the policy's player.
 
     Raises:
         RequestError: if OpenSpiel is not installed, the game does not exist or has no text, or the opponent

@@ -32,10 +32,8 @@ def move_text(state: Any, player: int, action: int) -> str:
 
 
 def game_text(game: Any) -> GameText:
-    name, kind = game.get_type().short_name, game.get_type()
-    if name in _TEXTS:
-        return _TEXTS[name]
-    return GameText(f"You play {kind.long_name}.", _observe)
+    kind = game.get_type()
+    return _TEXTS.get(kind.short_name) or GameText(f"You play {kind.long_name}.", _observe)
 
 
 def _observe(state: Any, player: int) -> str:
@@ -46,7 +44,7 @@ def _observe(state: Any, player: int) -> str:
 
 
 def _board_view(marks: str, *, head: int = 0, below: str = "") -> View:
-    """Return the printed board without its first `head` lines, and the player's mark."""
+    """Return a view with the player's mark and the printed board, without its first `head` lines."""
 
     def view(state: Any, player: int) -> str:
         lines = [line.rstrip() for line in _observe(state, player).splitlines()][head:]

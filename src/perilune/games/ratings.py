@@ -18,9 +18,9 @@ from perilune.metrics.bootstrap import Interval
 
 ELO_PER_NAT = 400 / math.log(10)  # Elo points per nat of log odds
 PRIOR_GAMES = 1.0  # drawn games added to each pair that played, so an undefeated player has a finite rating
-_MAX_NEWTON_STEPS = 50  # of Newton's method; about six suffice
-_TOLERANCE = 1e-9
-_MAX_STEP_NATS = 4.0  # maximum change of a rating in one step, nats
+_MAX_NEWTON_STEPS = 50  # about six suffice
+_TOLERANCE = 1e-9  # nats
+_MAX_STEP_NATS = 4.0  # maximum change of a rating in one step
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Match:
 
 
 def returns_to_points(returns: Iterable[float], max_return: float) -> tuple[float, ...]:
-    """Convert returns of a two-player game, between -most and most, to points between 0 and 1."""
+    """Convert returns of a two-player game, from -`max_return` to `max_return`, to points from 0 to 1."""
     return tuple(0.5 + 0.5 * value / max_return if max_return else 0.5 for value in returns)
 
 
@@ -84,7 +84,10 @@ def expected_points(difference: float) -> float:
 def _fit_strengths(
     pairs: NDArray[np.int64], won: NDArray[np.float64], games: NDArray[np.float64], players: int
 ) -> NDArray[np.float64]:
-    """Return maximum likelihood strengths, float64[R, players] in nats; 0 for player 0."""
+    """Return maximum likelihood strengths, float64[R, players] in nats; 0 for player 0.
+
+    `pairs` is int64[matches, 2], `won` (points) float64[R, matches], `games` float64[matches].
+    """
     first, second = pairs.T
     _, pair, entries = np.unique(np.sort(pairs), axis=0, return_inverse=True, return_counts=True)
     prior = PRIOR_GAMES / entries[pair.reshape(-1)]  # of each entry, in any order of its players

@@ -38,16 +38,14 @@ class Exam:
 
 
 def make_exam(solver: Solver, per_ply: int, first_ply: int, seed: int) -> Exam:
-    """Solve `per_ply` positions of each ply from `first_ply` to the last but one.
+    """Solve `per_ply` positions of each ply from `first_ply` to 40.
 
-    `first_ply` should be at least 8: from there the solver takes well under a second per position. Half of
-    the positions are from random games, half from games in which nobody misses an immediate win or block.
+    From ply 8 on, the solver takes well under a second per position. Half of the positions are from random
+    games, half from games in which nobody misses an immediate win or block.
     """
-    parts = []
-    for player in (random_player, one_ply):
-        for ply in range(first_ply, 41):
-            parts.append(sample_positions(player, ply, -(-per_ply // 2), seed))
-    boards = concatenate(*parts)
+    plies, count = range(first_ply, 41), -(-per_ply // 2)
+    players = (random_player, one_ply)
+    boards = concatenate(*(sample_positions(player, n, count, seed) for player in players for n in plies))
     return Exam(boards, solver.column_scores(boards))
 
 
@@ -72,7 +70,7 @@ def _draw(seed: int, purpose: int, lane: int, turn: int, count: int) -> NDArray[
 
 
 def grade_player(exam: Exam, player: Player, seed: int = 0) -> dict[str, Any]:
-    """Return how often a player's move is a best one or loses a win or a draw, by ply.
+    """Return how often a player's move is a best move, and how often it loses a win or a draw, by ply.
 
     Positions in which all moves have the same score are left out.
     """
@@ -115,20 +113,17 @@ class Match:
     began: NDArray[np.bool_]
 
     def figures(self) -> dict[str, Any]:
-        """Return games won, drawn and lost, and points per game, when beginning and replying."""
+        """Return games won, drawn and lost, and points per game: of all games, beginning, and replying."""
         report: dict[str, Any] = {"games": len(self.results)}
         for name, chosen in (("", slice(None)), (" beginning", self.began), (" replying", ~self.began)):
             results = self.results[chosen]
             report["points" + name] = wilson_interval(float((results + 1).sum() / 2), len(results))._asdict()
-        counts = {
-            name: int((self.results == value).sum())
-            for name, value in (("won", 1), ("drawn", 0), ("lost", -1))
-        }
-        return report | counts
+        outcomes = {"won": 1, "drawn": 0, "lost": -1}
+        return report | {name: int((self.results == value).sum()) for name, value in outcomes.items()}
 
 
 def play_match(first: Player, second: Player, openings: Boards, seed: int = 0) -> Match:
-    """Play every opening twice, so that each player has each side once."""
+    """Play every opening twice, once with each player beginning."""
     boards = concatenate(openings, openings)
     count = len(boards)
     began = np.arange(count) < len(openings)
@@ -159,7 +154,7 @@ def make_openings(length: int, count: int, seed: int) -> Boards:
 
 
 def make_openings_against(name: str, solver: Solver, count: int, first_ply: int, seed: int) -> Boards:
-    """Return openings of two random moves; against perfect play, drawn ones of `first_ply` moves."""
+    """Return positions after two random moves; against "perfect", drawn positions after `first_ply` moves."""
     if name != "perfect":
         return make_openings(2, count, seed)
     batches: list[Boards] = []

@@ -97,9 +97,8 @@ class Trainer:
         parts = self._minibatches(len(columns))
         for part in parts:
             chosen = torch.from_numpy(part)
-            moves = Moves(
-                batch.boards[part], columns[chosen], policies[chosen], advantages[chosen], returns[chosen]
-            )
+            tensors = (item[chosen] for item in (columns, policies, advantages, returns))
+            moves = Moves(batch.boards[part], *tensors)
             loss, figures = self._loss(moves, settings.entropy * (1 - progress))
             loss.backward()  # type: ignore[no-untyped-call]
             figures["gradient_norm"] = self.optimizer.update(lr)
@@ -131,7 +130,7 @@ class Trainer:
         return policy_loss + VALUE_WEIGHT * value_loss, figures
 
     def _clipped_loss(self, moves: Moves, logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return PPO's clipped surrogate loss."""
+        """Return PPO's clipped surrogate loss, and the metrics "clipped" and "kl"."""
         chosen = moves.columns[:, None]
         old, new = (values.gather(1, chosen).squeeze(1) for values in (moves.policies, logprobs))
         ratio = (new - old).exp()
@@ -148,10 +147,7 @@ class Trainer:
             "weights": {name: p.detach() for name, p in self.network.named_parameters()},
             "first_moments": self.optimizer.first,
             "second_moments": self.optimizer.second,
-            "games": {
-                "own": _as_signed(self.games.boards.own),
-                "stones": _as_signed(self.games.boards.stones),
-            },
+            "games": self._game_tensors(),
         }
         state = {"step": self.step, "updates": self.optimizer.step, "extra": dict(extra or {})}
         checkpoints.write(directory, tensors, state)
@@ -166,14 +162,15 @@ class Trainer:
         checkpoints.copy_into(dict(self.network.named_parameters()), tensors["weights"], directory)
         checkpoints.copy_into(self.optimizer.first, tensors["first_moments"], directory)
         checkpoints.copy_into(self.optimizer.second, tensors["second_moments"], directory)
-        games = {"own": _as_signed(self.games.boards.own), "stones": _as_signed(self.games.boards.stones)}
-        checkpoints.copy_into(games, tensors["games"], directory)
+        checkpoints.copy_into(self._game_tensors(), tensors["games"], directory)
         self.step, self.optimizer.step = int(state["step"]), int(state["updates"])
         return dict(state["extra"])
 
-
-def _as_signed(words: np.ndarray[tuple[int, ...], np.dtype[np.uint64]]) -> torch.Tensor:
-    return torch.from_numpy(words.view(np.int64))
+    def _game_tensors(self) -> dict[str, torch.Tensor]:
+        """Return int64 views of the boards' words."""
+        boards = self.games.boards
+        words = {"own": boards.own, "stones": boards.stones}
+        return {name: torch.from_numpy(array.view(np.int64)) for name, array in words.items()}
 
 
 def _first_player_win_share(batch: MoveBatch) -> float:

@@ -25,7 +25,8 @@ class Network(nn.Module):
     """Logits of the columns and the expected outcome for the player to move.
 
     Args:
-        hidden: width of the two layers after it.
+        channels: outputs of the convolution per window.
+        hidden: width of the two layers after the convolution.
     """
 
     def __init__(self, channels: int, hidden: int) -> None:

@@ -35,7 +35,7 @@ class Player(Protocol):
 
 
 def sample_best(worth: NDArray[Any], uniform: NDArray[np.float64]) -> Columns:
-    """Return int64[N]: a uniformly drawn column among those with the highest worth."""
+    """Return int64[N]: a uniformly drawn column among those with the highest worth, of `worth` [N, 7]."""
     best = worth == worth.max(axis=1, keepdims=True)
     with np.errstate(divide="ignore"):
         return sample_columns(np.log(best.astype(np.float32)), uniform)
@@ -55,7 +55,7 @@ def one_ply(boards: Boards, uniform: NDArray[np.float64]) -> Columns:
 
 @dataclass(frozen=True, slots=True)
 class LookaheadPlayer:
-    """Searches all lines of `moves` moves: avoids a loss within them and plays a forced win."""
+    """Searches all lines of `moves` moves, avoids losses in them and plays forced wins."""
 
     moves: int
 

@@ -9,18 +9,15 @@ end of the game, and no longer visits moves that are proven not to be better tha
 
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perilune.errors import WorkFailedError
 from perilune.games.connect_four.board import COLUMNS, Boards, score_values
 from perilune.games.connect_four.network import Network, evaluate_boards
-from perilune.games.connect_four.solver import MIN_SCORE
-from perilune.models.native.build import load_library
+from perilune.games.connect_four.solver import MIN_SCORE, load_function
 
 EXPLORATION = 1.5
 
@@ -46,9 +43,9 @@ class SearchResult:
     """The result of searching N positions.
 
     Attributes:
-        visits: int32[N, 7], simulations that began with each column.
+        visits: int32[N, 7], number of simulations that began with each column.
         values: float32[N, 7], their mean outcome for the player to move, within the proven bounds; for
-            columns without simulations, that of all simulations.
+            columns without simulations, the mean of all simulations.
         candidates: bool[N, 7], legal columns that are not proven to be worse than another, at least one.
         logprobs: float32[N, 7], of the network.
     """
@@ -77,23 +74,6 @@ class _Forest(Structure):
     _fields_ = (*((name, c_void_p) for name in _POINTERS), ("trees", c_int64), ("nodes", c_int64))
 
 
-_ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "descend": (POINTER(_Forest), c_int64, c_float),
-    "begin": (POINTER(_Forest),),
-    "absorb": (POINTER(_Forest), c_int64, c_void_p, c_void_p),
-}
-
-
-@cache
-def _load_function(name: str) -> Any:
-    unit = load_library(_UNIT)
-    if unit.library is None:
-        raise WorkFailedError(f"the search cannot be compiled: {unit.reason}", remedy="install a C compiler")
-    function = getattr(unit.library, f"perilune_four_{name}")
-    function.argtypes, function.restype = _ARGUMENTS[name], None
-    return function
-
-
 def search(network: Network, boards: Boards, simulations: int) -> SearchResult:
     """Search positions of unfinished games.
 
@@ -107,17 +87,20 @@ def search(network: Network, boards: Boards, simulations: int) -> SearchResult:
     pointers = {name: array.ctypes.data for name, array in arrays.items()}
     forest = _Forest(trees=trees, nodes=nodes, **pointers)
     arrays["own"][:, 0], arrays["stones"][:, 0] = boards.own, boards.stones
-    _load_function("begin")(byref(forest))
+    begin = load_function(_UNIT, "begin", (POINTER(_Forest),))
+    descend = load_function(_UNIT, "descend", (POINTER(_Forest), c_int64, c_float))
+    absorb = load_function(_UNIT, "absorb", (POINTER(_Forest), c_int64, c_void_p, c_void_p))
+    begin(byref(forest))
     root_logprobs = np.empty((trees, COLUMNS), np.float32)
     for node in range(nodes):
         if node:
-            _load_function("descend")(byref(forest), node, EXPLORATION)
+            descend(byref(forest), node, EXPLORATION)
         leaves = np.arange(trees), arrays["leaves"]
         logprobs, values = evaluate_boards(network, Boards(arrays["own"][leaves], arrays["stones"][leaves]))
         if not node:
             root_logprobs = logprobs
         priors = np.exp(logprobs)
-        _load_function("absorb")(byref(forest), node, priors.ctypes.data, values.ctypes.data)
+        absorb(byref(forest), node, priors.ctypes.data, values.ctypes.data)
     return _summarize(arrays, root_logprobs)
 
 

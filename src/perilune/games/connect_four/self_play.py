@@ -62,7 +62,7 @@ class SelfPlay:
     """Games in progress.
 
     Args:
-        opening: maximum random moves at the start of a game, for a variety of positions.
+        opening: maximum number of random moves at the start of a game, for a variety of positions.
         simulations: simulations of the search per move; 0 uses the network alone.
 
     Attributes:

@@ -26,7 +26,7 @@ _BATCH = (c_void_p, c_void_p, c_int64)
 
 
 class _Table(Structure):
-    """struct table."""
+    """struct table of solver.c."""
 
     _fields_ = (("entries", c_void_p), ("bits", c_int64), ("nodes", c_int64))
 
@@ -39,17 +39,29 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 
 @cache
-def _load_function(name: str) -> Any:
-    unit = load_library(_UNIT)
-    if unit.library is None:
-        raise WorkFailedError(f"the solver cannot be compiled: {unit.reason}", remedy="install a C compiler")
-    function = getattr(unit.library, f"perilune_four_{name}")
-    function.argtypes, function.restype = _ARGUMENTS[name], None
+def load_function(unit: Path, name: str, arguments: tuple[Any, ...]) -> Any:
+    """Return the function `perilune_four_NAME` of the C file `unit`.
+
+    Raises:
+        WorkFailedError: if there is no C compiler.
+    """
+    built = load_library(unit)
+    if built.library is None:
+        raise WorkFailedError(f"{unit} cannot be compiled: {built.reason}", remedy="install a C compiler")
+    function = getattr(built.library, f"perilune_four_{name}")
+    function.argtypes, function.restype = arguments, None
     return function
+
+
+def _load_function(name: str) -> Any:
+    return load_function(_UNIT, name, _ARGUMENTS[name])
 
 
 class Solver:
     """Alpha-beta search with a transposition table that is kept between calls.
+
+    Args:
+        table_bits: log2 of the number of table entries of 8 bytes.
 
     Attributes:
         nodes: positions searched so far.
@@ -59,7 +71,6 @@ class Solver:
     """
 
     def __init__(self, table_bits: int = 22) -> None:
-        """Allocate a table of 2**table_bits entries of 8 bytes."""
         self._entries = np.zeros(1 << table_bits, np.uint64)
         self._table = _Table(self._entries.ctypes.data, table_bits, 0)
         _load_function("scores")

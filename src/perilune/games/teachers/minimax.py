@@ -8,7 +8,7 @@ from perilune.games.teachers.regret import open_spiel_version
 from perilune.games.teachers.table import PolicyTable, load_or_solve
 
 SUPPORTED_GAMES = frozenset({"tic_tac_toe", "hex", "clobber", "connect_four"})  # the history does not matter
-MAX_POSITIONS = 300_000  # positions
+MAX_POSITIONS = 300_000
 _TABLE_VERSION = 1
 
 
@@ -36,11 +36,8 @@ class MinimaxTeacher:
     def __init__(self, game: Any, where: str) -> None:
         name = game.get_type().short_name
         if name not in SUPPORTED_GAMES:
-            raise RequestError(
-                f"minimax cannot play '{name}'",
-                where=where,
-                remedy=f"one of: {', '.join(sorted(SUPPORTED_GAMES))}",
-            )
+            remedy = f"one of: {', '.join(sorted(SUPPORTED_GAMES))}"
+            raise RequestError(f"minimax cannot play '{name}'", where=where, remedy=remedy)
         request = {
             "form": _TABLE_VERSION,
             "game": str(game),

@@ -15,17 +15,17 @@ from perilune.games.open_spiel_match import is_simultaneous, load_pyspiel
 from perilune.games.teachers.table import PolicyTable, load_or_solve
 
 ITERATIONS = {"cfr": 200, "mccfr": 200_000}
-MAX_HISTORIES = 1_000_000  # estimated histories
+MAX_HISTORIES = 1_000_000  # by `estimate_tree_size`
 _PLAYOUT_COUNT = 1000  # random games for the estimate
 _MAX_ESTIMATE = 1e12  # histories; a larger estimate need not be exact
-_TABLE_VERSION = 1  # version of the table's keys
+_TABLE_VERSION = 1  # of the table's keys
 
 
 class RegretSolver:
     """Approximates an equilibrium, iteration by iteration.
 
     Args:
-        game: a pyspiel game. One with simultaneous moves is converted to sequential moves that stay hidden.
+        game: a pyspiel game. Simultaneous moves are converted to sequential moves that stay hidden.
         algorithm: "cfr" or "mccfr".
         seed: seed of MCCFR's sampling.
 
@@ -37,11 +37,10 @@ class RegretSolver:
         spiel = load_pyspiel()
         self.game = spiel.convert_to_turn_based(game) if is_simultaneous(game) else game
         self._is_sampling = algorithm == "mccfr"
-        self._solver = (
-            spiel.ExternalSamplingMCCFRSolver(self.game, seed)
-            if self._is_sampling
-            else spiel.CFRPlusSolver(self.game)
-        )
+        if self._is_sampling:
+            self._solver = spiel.ExternalSamplingMCCFRSolver(self.game, seed)
+        else:
+            self._solver = spiel.CFRPlusSolver(self.game)
 
     def run(self, iterations: int) -> None:
         step = self._solver.run_iteration if self._is_sampling else self._solver.evaluate_and_update_policy
@@ -101,8 +100,9 @@ class RegretTeacher:
             "game": str(game),
             "algorithm": algorithm,
             "open_spiel": open_spiel_version(),
+            "iterations": ITERATIONS[algorithm],
+            "seed": 0,
         }
-        request |= {"iterations": ITERATIONS[algorithm], "seed": 0}
         self.table = load_or_solve(request, lambda: _solve(game, algorithm))
 
     def probabilities(self, state: Any, player: int, seed: int) -> Mapping[int, float]:

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, Protocol
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.games.open_spiel_match import Match, load_pyspiel, sample_action
 
-UCT_EXPLORATION = 2.0  # exploration constant
-SEARCH_MEMORY_MB = 16  # memory of one search
+UCT_EXPLORATION = 2.0
+SEARCH_MEMORY_MB = 16
 
 
 class GameTeacher(Protocol):
@@ -70,16 +70,16 @@ class EpsilonTeacher:
         self._teacher, self._epsilon = teacher, epsilon
 
     def probabilities(self, state: Any, player: int, seed: int) -> Mapping[int, float]:
-        """Return the teacher's probabilities, mixed with equal ones for all legal actions."""
+        """Return the teacher's probabilities, mixed with equal probabilities for all legal actions."""
         own, legal = self._teacher.probabilities(state, player, seed), state.legal_actions(player)
         chance = self._epsilon / len(legal)
         return {action: (1 - self._epsilon) * own.get(action, 0.0) + chance for action in legal}
 
 
 class SearchTeacher:
-    """OpenSpiel's tree search with random rollouts (UCT; Kocsis and Szepesvari 2006), new at every move.
+    """OpenSpiel's tree search with random rollouts (UCT; Kocsis and Szepesvari 2006).
 
-    Position and seed determine the move.
+    Each move has a new tree. Position and seed determine the move.
 
     Args:
         simulations: simulations per move, each with one rollout.
@@ -119,8 +119,8 @@ class GinRummyTeacher:
     def probabilities(self, state: Any, player: int, seed: int) -> Mapping[int, float]:
         """Return probability 1 for the move of the rules.
 
-        After a knock, the bot plans the melds that it lays down and keeps to its plan. Its decisions since
-        the knock are therefore repeated, so that the move follows from what the player has seen.
+        After a knock, the bot plans the melds that it lays down and keeps its plan. So this repeats its
+        decisions since the knock, and the move depends only on what the player has seen.
         """
         spiel = load_pyspiel()
         game = state.get_game()
