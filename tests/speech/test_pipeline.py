@@ -212,6 +212,14 @@ def test_invalid_utterances_are_refused(model: SpeechModel, utterance: Utterance
     assert refused.value.where == where
 
 
+def test_say_works_after_an_invalid_utterance(model: SpeechModel) -> None:
+    speaker = Speaker(model)
+    expected = speaker.say(UTTERANCES[:1])
+    with pytest.raises(RequestError, match="empty"):
+        speaker.say([UTTERANCES[0], Utterance("")])
+    assert np.array_equal(speaker.say(UTTERANCES[:1]), expected)
+
+
 def test_only_the_torch_runner_takes_input_embeddings(model: SpeechModel) -> None:
     speaker = Speaker(model)
     request = speaker.request(UTTERANCES[0], seed=0)

@@ -94,8 +94,7 @@ class _LayerScale(nn.Module):
 class WindowAttention(Streamed):
     """Attention over the last W frames, the query's own included.
 
-    A query has W slots for keys, ordered by distance, so sums have the same order for any division into
-    chunks.
+    Each query has W keys, ordered by distance, so sums have the same order for all chunk sizes.
     """
 
     def __init__(self, config: CodecConfig) -> None:
@@ -213,11 +212,11 @@ class CodecDecoder(nn.Module):
         return nn.ModuleList([CausalConv(config.latent_dim, config.vocoder_dim, 7), *blocks, *ends])
 
     def forward(self, codes: Tensor, state: CodecState | None = None) -> Tensor:
-        """Samples float[B, T * frame] of int64[B, T, Q] codes. `state` advances by T frames."""
+        """Return samples float[B, T * frame] of int64[B, T, Q] codes. `state` advances by T frames."""
         return self.synthesize(self.quantizer(codes), state)
 
     def synthesize(self, latents: Tensor, state: CodecState | None = None) -> Tensor:
-        """Samples float[B, T * frame] of dequantized codes float[B, T, codebook_dim]."""
+        """Return samples float[B, T * frame] of dequantized codes float[B, T, codebook_dim]."""
         state = state or CodecState.start(len(latents), latents.device)
         x: Tensor = self.decoder[-1](self.features(latents, state), state)
         state.frames = state.frames + latents.shape[1]

@@ -1,9 +1,8 @@
 """The encoder of a small codec: samples to frames of Q codes.
 
-It is not trained with gradients: it projects log-mel spectrograms onto their principal components, and
-k-means computes the codebooks. Both take seconds. For comparison, a convolutional encoder that was trained
-with its codebooks for 45 s on one core used 9 of 128 codes of the first codebook, and a recognizer understood
-no words.
+The encoder needs no gradients: it projects log-mel spectrograms onto their principal components, and k-means
+computes the codebooks, in seconds. For comparison, a convolutional encoder that was trained with its
+codebooks for 45 s on one core used 9 of 128 codes of the first codebook, and a recognizer understood no word.
 """
 
 from functools import cache
@@ -68,9 +67,9 @@ class CodecEncoder(nn.Module):
 
     @torch.no_grad()
     def fit(self, samples: Tensor) -> None:
-        """Set the map to the principal components of the frames of float[N], with a mean variance of 1.
+        """Set the map to the principal components of the frames of float[N] samples, of mean variance 1.
 
-        Distances between latents are then those between log-mel spectrograms, up to a factor.
+        Distances between latents are then proportional to distances between log-mel spectrograms.
         """
         patches = self._patches(samples[None])[0]
         mean = patches.mean(0)
@@ -84,6 +83,6 @@ class CodecEncoder(nn.Module):
 
 @torch.no_grad()
 def encode(encoder: CodecEncoder, decoder: CodecDecoder, samples: Tensor) -> Tensor:
-    """Codes int64[T, Q] of float[N] samples; the last frame is padded with silence."""
+    """Return codes int64[T, Q] of float[N] samples; the last frame is padded with silence."""
     padded = F.pad(samples, (0, -len(samples) % encoder.config.frame))
     return quantize(decoder.quantizer, encoder(padded[None]))[0]

@@ -68,15 +68,14 @@ class CodecConfig:
         if self.codebook_dim % 2 or self.head_dim % 2:
             raise _config_error("codebook_dim and head_dim must be even")
         if self.num_heads % self.num_kv_heads:
-            raise _config_error(
-                f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly"
-            )
+            message = f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly"
+            raise _config_error(message)
         if self.vocoder not in get_args(Vocoder):
             raise _config_error(f"there is no vocoder {self.vocoder!r}")
         if self.vocoder == "spectrum" and len(self.upsample_rates) != 1:
             raise _config_error("a spectral vocoder has one upsampling rate, its hop")
         if self.vocoder_dim % 2 ** len(self.upsample_rates):
-            raise _config_error(f"decoder_dim {self.vocoder_dim} cannot be halved in every block")
+            raise _config_error(f"decoder_dim {self.vocoder_dim} cannot be halved in each of its blocks")
 
     @property
     def frame(self) -> int:
@@ -185,7 +184,7 @@ class ControlTokens:
 
     @classmethod
     def after(cls, codes: int, text_tokens: int) -> ControlTokens:
-        """Return marks for a new model: codec tokens after its codes, text tokens after its text tokens."""
+        """Return tokens for a new model: codec tokens after its codes, text tokens after its text tokens."""
         text = len(_TEXT_CONTROL_KEYS)
         return cls(*range(codes, codes + len(_CODEC_CONTROL_KEYS)), *range(text_tokens, text_tokens + text))
 
@@ -325,9 +324,8 @@ class SpeechConfig:
 
 
 def _read_decoder(read: Reader, head_dim: int | None = None) -> DecoderConfig:
-    """Read the decoder. Its three rotary axes have equal positions in speech, so they act as one."""
-    scaling = read.raw.get("rope_scaling")
-    if scaling is not None:
+    """Read the decoder. Its three rotary axes have equal positions in speech, so they act as one axis."""
+    if read.raw.get("rope_scaling") is not None:
         inner = read.inner("rope_scaling")
         kinds = {inner.raw.get("rope_type", "default"), inner.raw.get("type", "default")}
         if kinds != {"default"} or not set(inner.raw) <= set(_MROPE):

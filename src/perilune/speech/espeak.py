@@ -1,4 +1,4 @@
-"""Text to speech with espeak-ng, the teacher. It runs without a shell and reads the text from stdin."""
+"""Text to speech with espeak-ng, the teacher. The program runs without a shell and reads text from stdin."""
 
 import io
 import re
@@ -14,16 +14,15 @@ from perilune.errors import RequestError, WorkFailedError
 Samples = NDArray[np.float32]
 PROGRAM = "espeak-ng"
 MAX_CHARACTERS = 500
-_TIMEOUT_S = 30.0  # seconds
+_TIMEOUT_S = 30.0
 _VOICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+-]{0,40}")
 _TEXT = re.compile(r"[A-Za-z0-9 ,.?!'-]+")
 
 
 def require_espeak() -> None:
     if shutil.which(PROGRAM) is None:
-        raise RequestError(
-            f"{PROGRAM} is not installed", where="teacher", remedy="apt-get install espeak-ng, or brew"
-        )
+        remedy = "apt-get install espeak-ng, or brew install espeak-ng"
+        raise RequestError(f"{PROGRAM} is not installed", where="teacher", remedy=remedy)
 
 
 def synthesize_text(text: str, *, voice: str, speed: int, sample_rate: int) -> Samples:

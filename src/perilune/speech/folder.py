@@ -38,9 +38,8 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 CODEC_FOLDER = "speech_tokenizer"
 _FLOATS = ("F64", "F32", "F16", "BF16")
-# Parts of a folder that are not loaded.
-_IGNORED = ("encoder.", "speaker_encoder.")
-# Names in a folder by the beginnings of names in `Talker`; None for what no folder has.
+_IGNORED = ("encoder.", "speaker_encoder.")  # prefixes of tensors that are not loaded
+# Prefixes of tensor names in `Talker`, and their prefixes in a folder; None: not in a folder.
 _NAMES: Mapping[str, str | None] = {
     "predictor.decoder.model.embed_tokens.": None,
     "predictor.decoder.model.": "talker.code_predictor.model.",
@@ -115,7 +114,8 @@ def load_speech_model(path: Path) -> SpeechModel:
     codec_file, file = inner.file("config.json"), folder.file("config.json")
     codec_config = CodecConfig.from_hf(read_json(codec_file), where=str(codec_file))
     config = SpeechConfig.from_hf(read_json(file), codec_config, where=str(file))
-    talker = _load_module(lambda: Talker(config), folder, stored_name, _count_parts(config))
+    parts = max(config.talker.num_layers, config.predictor.num_layers, config.code_groups)
+    talker = _load_module(lambda: Talker(config), folder, stored_name, parts)
     codec = _load_module(
         lambda: CodecDecoder(codec_config), inner, "decoder.{}".format, codec_config.num_layers
     )
@@ -144,43 +144,40 @@ def save_speech_model(path: Path, model: SpeechModel, encoder: Mapping[str, Tens
 
 
 def stored_name(name: str) -> str | None:
-    """Return the name in a folder of a tensor of `Talker`."""
+    """Return the name in a folder of a tensor of `Talker`; None if folders do not have it."""
     for beginning, stored in _NAMES.items():
         if name.startswith(beginning):
             return None if stored is None else stored + name.removeprefix(beginning)
     raise AssertionError(name)
 
 
-def _count_parts(config: SpeechConfig) -> int:
-    return max(config.talker.num_layers, config.predictor.num_layers, config.code_groups)
-
-
 def _load_module(
     build: Callable[[], ModuleT], folder: CheckpointFolder, name_of: Callable[[str], str | None], parts: int
 ) -> ModuleT:
-    """Return the module with the tensors of `folder`; `name_of` translates its names.
+    """Return the module with the tensors of `folder`.
 
     Args:
+        name_of: returns the name in the folder of a tensor of the module; None if folders do not have it.
         parts: number of layers or tables, which have at least one tensor each.
     """
     stored = read_tensor_headers(folder)
-    if parts > len(stored):  # before a module of that size is created
+    if parts > len(stored):  # before a huge module is created
         raise RequestError(f"config.json requires {parts} layers or codebooks", where=str(folder.path))
     with torch.device("meta"):
         module = build()
     names: dict[str, str] = {}
     for name, parameter in module.state_dict().items():
-        stored_name = name_of(name)
-        if stored_name is None:
+        key = name_of(name)
+        if key is None:
             _replace_parameter(module, name, torch.zeros(parameter.shape))
             continue
-        _check_tensor(stored.get(stored_name), stored_name, tuple(parameter.shape), folder.path)
-        names[stored_name] = name
-    for stored_name, item in stored.items():
-        if stored_name not in names and not stored_name.startswith(_IGNORED):
-            raise RequestError(f"tensor {stored_name} is not part of this architecture", where=str(item.file))
-    for stored_name, tensor in read_tensors([stored[key] for key in names]):
-        _replace_parameter(module, names[stored_name], tensor.float())
+        _check_tensor(stored.get(key), key, tuple(parameter.shape), folder.path)
+        names[key] = name
+    for key, item in stored.items():
+        if key not in names and not key.startswith(_IGNORED):
+            raise RequestError(f"tensor {key} is not part of this architecture", where=str(item.file))
+    for key, tensor in read_tensors([stored[key] for key in names]):
+        _replace_parameter(module, names[key], tensor.float())
     return module
 
 
@@ -191,9 +188,8 @@ def _check_tensor(stored: StoredTensor | None, name: str, shape: tuple[int, ...]
         message = f"tensor {name} has shape {list(stored.shape)}, but config.json requires {list(shape)}"
         raise RequestError(message, where=str(stored.file))
     if stored.dtype not in _FLOATS:
-        raise RequestError(
-            f"tensor {name} is {stored.dtype}, not one of {', '.join(_FLOATS)}", where=str(stored.file)
-        )
+        message = f"tensor {name} is {stored.dtype}, not one of {', '.join(_FLOATS)}"
+        raise RequestError(message, where=str(stored.file))
 
 
 def _replace_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:
@@ -202,9 +198,8 @@ def _replace_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    save_file(
-        {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file, {"format": "pt"}
-    )
+    stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(stored, file, {"format": "pt"})
 
 
 def _read_sampling(folder: CheckpointFolder) -> SpeechSampling:

@@ -1,7 +1,7 @@
-"""The talker's input for a text: embeddings to prefill, and the embeddings that later frames add.
+"""The talker's input for a text: embeddings to prefill, and embeddings to add to later frames.
 
-The input follows Qwen3-TTS: the role, then the language and the speaker, then the text. Every position is the
-sum of a text embedding and a codec embedding. A side without a token at a position has its pad token there.
+The input follows Qwen3-TTS: the role, then the language and the speaker, then the text. From the language on,
+every position is the sum of a text embedding and a codec embedding. A pad token stands in for a missing one.
 """
 
 from collections.abc import Iterable
@@ -44,8 +44,8 @@ class TalkerPrompt:
 
     Attributes:
         inputs: float[P, d], the positions before the first frame.
-        trailing: float[L, d]; frame t adds row t to its embedding, and frames from L on add `pad`.
-        pad: float[d].
+        trailing: float[L, d]; row t is added to the embedding of frame t.
+        pad: float[d], added to the embeddings of frames from L on.
     """
 
     inputs: Tensor

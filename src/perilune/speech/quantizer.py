@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from perilune.speech.config import CodecConfig
 from perilune.speech.streaming import Taps
 
-_MIN_USAGE = 1e-5  # smallest usage of a codebook entry in a division
+_MIN_USAGE = 1e-5  # avoids a division by 0
 
 
 class Codebook(nn.Module):
@@ -27,7 +27,7 @@ class Codebook(nn.Module):
 
 
 class ResidualQuantizer(nn.Module):
-    """Codebooks whose entries are summed, then projected. `input_proj` is the encoder's."""
+    """Codebooks whose entries are summed, then projected. Only the encoder uses `input_proj`."""
 
     def __init__(self, count: int, config: CodecConfig) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Quantizer(nn.Module):
 
 @torch.no_grad()
 def quantize(quantizer: Quantizer, latents: Tensor) -> Tensor:
-    """Codes int64[..., Q] of float[..., codebook_dim]: each codebook encodes the previous ones' residual."""
+    """Return codes int64[..., Q] of float[..., codebook_dim]. Each codebook encodes the residual so far."""
     codes, residual = [], latents.flatten(0, -2)
     for part in (quantizer.rvq_first, quantizer.rvq_rest):
         vectors, decoded = project_in(part, residual), torch.zeros(())
@@ -83,7 +83,7 @@ def project_in(part: ResidualQuantizer, latents: Tensor) -> Tensor:
 
 
 def project_out(part: ResidualQuantizer, entries: Tensor) -> Tensor:
-    """Return the reverse of `project_in`."""
+    """Return float[N, codebook_dim] of float[N, codebook_dim / 2], the reverse of `project_in`."""
     return F.linear(entries, part.output_proj.weight[..., 0])
 
 

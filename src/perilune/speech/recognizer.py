@@ -16,7 +16,7 @@ SAMPLE_RATE = 16_000
 # With the default of 0.65 and a grammar of digits, the recognizer inserts words into the teacher's speech: 4
 # to 13% of the digits. With 1e-4 and a klatt voice, it made no error in 118 digits.
 _WORD_PENALTY = 1e-4
-_PEAK = 0.5
+_PEAK = 0.5  # amplitude to which speech is scaled, of at most 1
 _MARGIN = 0.3  # seconds of silence on both sides
 _HISS = 1e-3  # amplitude of added noise, because the recognizer's noise estimate fails on digital silence
 

@@ -26,7 +26,7 @@ class SpeechSampling:
         temperature, top_k, top_p, repetition_penalty: of the talker's code, the first of each frame.
         rest_temperature, rest_top_k, rest_top_p: of the code predictor's codes. Temperature 0 takes the most
             likely code.
-        max_frames: largest number of frames of an utterance.
+        max_frames: maximum number of frames of an utterance.
     """
 
     temperature: float = 0.9
@@ -93,7 +93,7 @@ class SpeechSampling:
 
 
 def sample_codes(logits: Tensor, uniform: NDArray[np.float64], sampling: SpeechSampling) -> Tensor:
-    """Codes int64[B] of the code predictor from logits float[B, codes] and random numbers float64[B]."""
+    """Return codes int64[B], drawn from logits float[B, codes] with random numbers float64[B] in [0, 1)."""
     if not sampling.rest_temperature:
         return logits.argmax(-1)
     logits = logits / sampling.rest_temperature

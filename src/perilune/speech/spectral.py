@@ -1,7 +1,7 @@
 """A vocoder that predicts short-time spectra, for small models: Vocos (Siuzdak, arXiv 2306.00814).
 
-It runs at the rate of spectra instead of samples, so it costs a fraction of a convolutional vocoder. The
-inverse transform is a product with fixed sinusoids and an overlap-add, so it streams like a convolution.
+The network runs at the rate of spectra instead of samples, so it costs a fraction of a convolutional vocoder.
+The inverse transform is a product with fixed sinusoids and an overlap-add, so it streams like a convolution.
 """
 
 import torch
@@ -12,7 +12,7 @@ from perilune.models.layers import Projection
 from perilune.speech.streaming import CodecState, Streamed, project
 
 OVERLAP = 4  # spectra that contribute to a sample
-_MAX_LOG_MAGNITUDE = 6.0  # log magnitude
+_MAX_LOG_MAGNITUDE = 6.0
 _POWER = 1.5  # sum of the squared Hann windows at an overlap of 4
 
 
@@ -53,8 +53,7 @@ class SpectralVocoder(Streamed):
         if self._basis is None or self._basis.device != like.device:
             unit = torch.eye(self.window // 2 + 1, device="cpu")
             parts = torch.cat([torch.complex(unit, 0 * unit), torch.complex(0 * unit, unit)])
-            waves = (
-                torch.fft.irfft(parts, self.window) * torch.hann_window(self.window, device="cpu") / _POWER
-            )
+            hann = torch.hann_window(self.window, device="cpu")
+            waves = torch.fft.irfft(parts, self.window) * hann / _POWER
             self._basis = waves.T.contiguous().to(like.device)
         return self._basis

@@ -27,12 +27,12 @@ _MAX_DECODER_BATCH = 64  # utterances in a batch of the codec decoder
 
 @dataclass(frozen=True, slots=True)
 class ChunkSizes:
-    """Frames that are decoded together.
+    """Numbers of frames that are decoded together.
 
     Attributes:
-        first: of the first chunks of an utterance. A small first chunk starts playback early. The next ones
-            grow, because the previous chunks are still playing.
-        later: of all others.
+        first: sizes of the first chunks of an utterance. A small first chunk starts playback early. The next
+            chunks may be larger, because the previous ones are still playing.
+        later: size of all other chunks.
     """
 
     first: tuple[int, ...] = (2, 3, 4, 6, 8)
@@ -68,8 +68,11 @@ class TalkerRunner(TorchRunner):
 class TalkerStage(Stage[SpeechStream]):
     """Draws the first code of each utterance's next frame, on the engine.
 
-    Its queue has the utterances that have not ended. The engine forms the batch: it admits utterances,
-    prefills them in chunks, and decodes all that are running.
+    The queue has the utterances that have not ended. The engine forms the batch: it admits utterances,
+    prefills them in chunks, and decodes all running ones.
+
+    Attributes:
+        open: returns the number of utterances in progress, for `SpeechTimes.streams`.
     """
 
     def __init__(self, engine: Engine, codec: CodecDecoder, clock: Clock) -> None:
@@ -93,12 +96,10 @@ class TalkerStage(Stage[SpeechStream]):
         for delta in self._engine.step():
             stream = self.queue[delta.request_id]
             stream.failure, stream.finish_reason = delta.failure, delta.finish_reason
-            if stream.failure is not None or stream.finish_reason is not None:
+            if _has_ended(stream):
                 del self.queue[delta.request_id]
-            if stream.failure is not None or delta.finish_reason == "stop":  # with the token that ends
-                frames.append(Frame(stream, None))
-            else:
-                frames.append(Frame(stream, delta.token_ids[0]))
+            has_code = stream.failure is None and delta.finish_reason != "stop"  # the end token is no code
+            frames.append(Frame(stream, delta.token_ids[0] if has_code else None))
             if not stream.times.first_code:
                 stream.times.first_code = self._clock() - stream.arrived
         return frames
@@ -107,7 +108,7 @@ class TalkerStage(Stage[SpeechStream]):
 class PredictorStage(Stage[Frame]):
     """Draws the other codes of each frame, one code of all frames at a time.
 
-    Its frames are due at once, because the talker needs them for its next step.
+    Frames are due at once, because the talker needs them for its next step.
     """
 
     def __init__(self, talker: Talker, sampling: SpeechSampling) -> None:
@@ -193,12 +194,10 @@ class FrameAttention:
 class DecoderStage(Stage[SpeechStream]):
     """Decodes chunks of frames to samples.
 
-    A stream is ready when it has all frames of its next chunk, or its last frames. The stage decodes as many
-    frames as the chunk of the most urgent ready stream has, of all ready streams that have as many, and first
-    chunks apart from later ones. The codec is causal, so the last chunk of an utterance is padded with
-    arbitrary codes and its samples are truncated.
-
-    Its queue has the utterances with frames to decode or an end to report.
+    A stream is ready when it has all frames of its next chunk, or its last frames. A batch has the chunk size
+    of the most urgent ready stream, and includes all ready streams with as many frames. First chunks are not
+    batched with later ones. The codec is causal, so the last chunk of an utterance is padded with arbitrary
+    codes and its samples are truncated. The queue has utterances with frames to decode or an end to report.
     """
 
     def __init__(self, codec: CodecDecoder, clock: Clock, chunks: ChunkSizes) -> None:

@@ -69,7 +69,7 @@ class Taps(Projection):
         self._conv = conv
 
     def stack_parts(self) -> tuple[Tensor, Tensor | None]:
-        """float[O, K I] of a convolution; float[S O, K / S I] of a transposed one with stride S."""
+        """Return the weight float[O, K I]; of a transposed convolution with stride S, float[S O, K / S I]."""
         weight, bias = self._conv.weight, self._conv.bias
         if isinstance(self._conv, nn.Conv1d):
             return weight.transpose(1, 2).flatten(1), bias

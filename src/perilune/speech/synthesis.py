@@ -14,31 +14,24 @@ from perilune.errors import RequestError
 from perilune.speech.folder import SpeechModel
 from perilune.speech.pipeline import Pipeline
 from perilune.speech.prompt import Utterance, embed_utterance
-from perilune.speech.stages import (
-    ChunkSizes,
-    Clock,
-    DecoderStage,
-    PredictorStage,
-    TalkerRunner,
-    TalkerStage,
-)
+from perilune.speech.stages import ChunkSizes, Clock, DecoderStage, PredictorStage, TalkerRunner, TalkerStage
 from perilune.speech.stream import FrameInputs, Samples, SpeechDelta
 
-_CHARACTERS_PER_POSITION = 4  # of text and instructions, at most; English has 4 to 5 for a token
+_CHARACTERS_PER_POSITION = 4  # maximum, checked before tokenization; speech takes most of the positions
 
 
 class Speaker:
     """Speaks with one model.
 
     Args:
-        slots: most utterances that run at a time; others wait.
+        slots: maximum number of utterances that run at a time; others wait.
         cache_tokens: size of the talker's KV cache in positions of all utterances.
-        chunks: frames that are decoded together.
         clock: returns seconds, for deadlines and measured times.
 
     Attributes:
         pipeline: takes the requests that `request` makes.
         engine: the talker's.
+        open: returns the number of utterances in progress.
     """
 
     def __init__(
@@ -72,30 +65,39 @@ class Speaker:
         Raises:
             RequestError: when the model cannot speak the utterance, or it is too long.
         """
-        room = self.engine.positions
+        positions = self.engine.positions
         characters = len(utterance.text) + len(utterance.instructions)
-        if characters > _CHARACTERS_PER_POSITION * room:
+        if characters > _CHARACTERS_PER_POSITION * positions:
             message = f"text and instructions have {characters:,} characters"
             raise RequestError(message, where="input", remedy="shorten them")
         inputs = FrameInputs(embed_utterance(self._talker, self._tokenizer, utterance))
-        frames = min(self.sampling.max_frames, room - len(inputs))
+        frames = min(self.sampling.max_frames, positions - len(inputs))
         if frames < 2:
-            message = f"the text takes {len(inputs)} of the model's {room} positions"
+            message = f"the text takes {len(inputs)} of the model's {positions} positions"
             raise RequestError(message, where="input", remedy="shorten it")
         params = replace(self.sampling, max_frames=frames).params(self.config.marks.eos)
         return Request([self.config.marks.pad] * len(inputs), params, (seed, 0, 0), inputs=inputs)
 
     def say(self, utterances: Sequence[Utterance], seed: int = 0) -> list[Samples]:
-        """Return the samples float32[N] of each utterance, batched. Utterance i has seed `seed` + i."""
-        ids = [self.pipeline.add(self.request(utterance, seed + i)) for i, utterance in enumerate(utterances)]
-        parts: dict[int, list[Samples]] = {request_id: [] for request_id in ids}
-        while self.pipeline.unfinished:
-            for delta in self.pipeline.step():
-                if delta.failure is not None:
-                    raise delta.failure
-                assert isinstance(delta, SpeechDelta)
-                parts[delta.request_id] += delta.audio
-        return [np.concatenate([np.zeros(0, np.float32), *parts[request_id]]) for request_id in ids]
+        """Return the samples float32[N] of each utterance, batched. Utterance i has seed `seed` + i.
+
+        Raises:
+            RequestError: as `request`. No utterance is then spoken.
+        """
+        parts: dict[int, list[Samples]] = {}
+        try:
+            for i, utterance in enumerate(utterances):
+                parts[self.pipeline.add(self.request(utterance, seed + i))] = []
+            while self.pipeline.unfinished:
+                for delta in self.pipeline.step():
+                    if delta.failure is not None:
+                        raise delta.failure
+                    assert isinstance(delta, SpeechDelta)
+                    parts[delta.request_id] += delta.audio
+        finally:
+            for request_id in parts:
+                self.pipeline.abort(request_id)
+        return [np.concatenate([np.zeros(0, np.float32), *samples]) for samples in parts.values()]
 
     def warm_up(self) -> None:
         """Speak a word, so that the first request does not wait for lazy initialization."""

@@ -40,9 +40,9 @@ class CodePredictor(nn.Module):
     Attributes:
         decoder: the layers. Its own embeddings are unused, because each code has its own embedding table and
             head.
-        embeddings: of code i + 1, in the talker's hidden size; the talker reads them too.
-        heads: of code i + 1.
-        projection: from the talker's hidden size to the predictor's, where they differ.
+        embeddings: table i is for code i + 1, in the talker's hidden size; the talker uses it, too.
+        heads: head i predicts code i + 1.
+        projection: from the talker's hidden size to the predictor's; None if the sizes are equal.
     """
 
     def __init__(self, config: SpeechConfig) -> None:
@@ -59,12 +59,12 @@ class CodePredictor(nn.Module):
         self.out = [Projection(head) for head in self.heads]  # type: ignore[arg-type]
 
     def hidden(self, inputs: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """Hidden states float[N, p] of inputs float[N, d], which have the talker's size, in their frames."""
+        """Return hidden states float[N, p] of inputs float[N, d] at int64[N] positions in their frames."""
         projected = inputs if self.into is None else self.into(inputs)
         return self.decoder(positions, positions, attention, inputs=projected)  # type: ignore[no-any-return]
 
     def forward(self, hidden: Tensor, first: Tensor, codes: Tensor) -> Tensor:
-        """Logits float[N, Q - 1, codes] of codes 1 to Q - 1, each given those before it (teacher forcing).
+        """Return logits float[N, Q - 1, codes] of codes 1 to Q - 1, each given the codes before it.
 
         Args:
             hidden: float[N, d], the talker's hidden state before each frame.
@@ -114,11 +114,11 @@ class Talker(nn.Module):
         return torch.stack([self.embed_codec(codes[:, 0]), *rest], dim=1).sum(1)
 
     def forward(self, inputs: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """Hidden states float[N, d] of input embeddings float[N, d]."""
+        """Return hidden states float[N, d] of input embeddings float[N, d]."""
         return self.decoder(positions, positions, attention, inputs=inputs)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits float[N, V] of the first code of the frame after each hidden state."""
+        """Return logits float[N, V] of the first code of the frame after each hidden state."""
         return self.decoder.logits(hidden)
 
     @torch.no_grad()
@@ -133,7 +133,7 @@ class Talker(nn.Module):
         return copy
 
     def initialize(self, seed: int) -> None:
-        """Draw new weights: normal with the decoders' `initializer_range` as deviation, biases zero."""
+        """Draw new weights: normal with the decoder's `initializer_range` as standard deviation, biases 0."""
         generator = torch.Generator().manual_seed(seed)
         deviation = self.config.talker.initializer_range
         with torch.no_grad():
