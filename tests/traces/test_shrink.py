@@ -78,5 +78,6 @@ def test_differs_from_compares_with_another_installation() -> None:
             False,
         ]
         assert differs_in_installation(python, tokenizer_of, frozenset())(changed) == [True, True]
-    with pytest.raises(WorkFailedError, match="cannot run the suite"):
-        run_in_installation(Path("/bin/true"), tapes, tokenizer_of)
+    for other in ("/bin/true", "/no/python"):
+        with pytest.raises(WorkFailedError, match="cannot run the suite"):
+            run_in_installation(Path(other), tapes, tokenizer_of)

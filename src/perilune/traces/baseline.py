@@ -1,7 +1,7 @@
 """Compares this harness with another installation of Perilune, such as that of the last release.
 
-The other installation runs `perilune traces run` on episodes that this one has just played, and reports the
-differences.
+The other installation runs `perilune traces run` on episodes that this installation has just played, and
+reports the differences.
 """
 
 import os
@@ -18,14 +18,14 @@ from perilune.traces.replay import TokenizerOf
 from perilune.traces.shrink import FailureCheck
 from perilune.traces.suite import Case, write_suite
 
-SUITE_TIMEOUT_S = 600  # time limit of one run of the other installation
+SUITE_TIMEOUT_S = 600
 
 
 def differs_in_installation(python: Path, tokenizer_of: TokenizerOf, kinds: frozenset[str]) -> FailureCheck:
-    """Return a check: does the other installation play a cassette with differences of these kinds?
+    """Return a check that another installation plays a cassette with differences of these kinds.
 
     Args:
-        python: the interpreter in which the other installation is.
+        python: the interpreter of the other installation.
         kinds: kinds of `Difference`; empty for any.
     """
 
@@ -44,7 +44,7 @@ def run_in_installation(
     """Return the kinds of differences that another installation finds, by digest of the cassette.
 
     Raises:
-        WorkFailedError: when it cannot run the suite.
+        WorkFailedError: when it cannot run the suite, or not within `SUITE_TIMEOUT_S`.
     """
     with TemporaryDirectory() as folder:
         suite = Path(folder) / "suite"
@@ -54,14 +54,14 @@ def run_in_installation(
         write_suite(suite, cases, tokenizers, "")
         command = [str(python), "-m", "perilune.cli.main", "traces", "run", str(suite), "--json"]
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        process = subprocess.run(command, env=env, capture_output=True, timeout=SUITE_TIMEOUT_S, check=False)
+        stderr = b""
         try:
-            results = parse_strict_json(process.stdout)["results"]
+            run = subprocess.run(command, env=env, capture_output=True, timeout=SUITE_TIMEOUT_S, check=False)
+            stderr = run.stderr
+            results = parse_strict_json(run.stdout)["results"]
             return {result["digest"]: {diff["kind"] for diff in result["differences"]} for result in results}
-        except (ValueError, KeyError, TypeError):
-            stderr = process.stderr.decode(errors="replace")[-300:].strip()
-            raise WorkFailedError(
-                f"the other installation cannot run the suite: {stderr}",
-                where=str(python),
-                remedy="install a version that has `perilune traces`",
-            ) from None
+        except (OSError, subprocess.TimeoutExpired, ValueError, KeyError, TypeError) as error:
+            reason = stderr.decode(errors="replace")[-300:].strip() or str(error)
+            what = f"the other installation cannot run the suite: {reason}"
+            remedy = "give the interpreter of an installation that has `perilune traces`"
+            raise WorkFailedError(what, where=str(python), remedy=remedy) from None

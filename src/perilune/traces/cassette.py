@@ -26,10 +26,10 @@ class Turn(Frozen):
     """One turn of the policy, and the observation that follows.
 
     Attributes:
-        tokens, text: what the policy wrote. The text is the tokens decoded.
-        finished: whether the policy ended it, and not the limit on tokens.
-        seen: tokens between this turn and the player's next one, or the end.
-        messages: the same as text.
+        tokens, text: the policy's output, and the text that the tokens decode to.
+        finished: whether the policy ended the turn, not the limit on tokens.
+        seen: tokens of the observation: between this turn and the player's next turn, or the end.
+        messages: the observation as text.
     """
 
     tokens: tuple[int, ...]
@@ -118,7 +118,7 @@ class Cassette(Frozen):
         tokenizer: digest of the tokenizer's files, which the suite holds.
         checkpoint: digest of the weights that sampled every turn; None if no stored checkpoint holds them.
         order: the player of each action, in order.
-        shrunk_from: digest of the cassette that this one was cut from; its turns were never sampled.
+        shrunk_from: digest of the original if this cassette was cut, so that no model sampled its turns.
     """
 
     schema_version: Literal[1] = 1
@@ -139,7 +139,7 @@ class Cassette(Frozen):
 
     @property
     def tokens(self) -> int:
-        """The size of its context: tokens of prompts, turns and observations of all players."""
+        """Number of tokens of prompts, turns and observations of all players."""
         return sum(
             len(track.prompt) + sum(len(turn.tokens) + len(turn.seen) for turn in track.turns)
             for track in self.tracks
@@ -161,19 +161,16 @@ class Cassette(Frozen):
 def extract_track(episode: Episode, sampling: Sampling, stop: Sequence[str] = ()) -> Track:
     """Return the part of a player from its episode.
 
-    A turn ended by itself if it has fewer than `sampling.max_tokens` tokens, a stop token or a stop text.
-
-    Args:
-        stop: texts that end a turn.
+    A turn is finished if it has fewer than `sampling.max_tokens` tokens, a stop token or a text of `stop`.
 
     Raises:
-        RequestError: when two turns have no observation between them, so that their tokens cannot be told
-            apart.
+        RequestError: when two turns have no observation between them, so their tokens cannot be told apart.
     """
     runs = [(start, end) for is_sampled, start, end in episode.runs() if is_sampled]
     answers = [index for index, message in enumerate(episode.messages) if message["role"] == "assistant"]
     if len(runs) > len(answers):
-        raise RequestError("two turns cannot be told apart", where=episode.episode_id)
+        what = "two turns have no observation between them, so they cannot be told apart"
+        raise RequestError(what, where=episode.episode_id)
     first = answers[-len(runs)] if runs else len(episode.messages)
     starts = [start for start in answers if start >= first]
     ends = [*starts[1:], len(episode.messages)]

@@ -1,7 +1,7 @@
 """Clusters episodes by the cause of their outcome, and keeps a few of each cluster.
 
-A cause is a short text: what failed, which limit was reached, which reward terms are not full, and which
-errors the tools reported. Episodes with the same text fail in the same way, as far as an episode tells.
+A cause is a short text: the failure, the limit that was reached, the reward terms below 1, and the errors
+that tools reported.
 """
 
 import re
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from perilune.files import sha256_bytes
 from perilune.traces.cassette import Cassette, Track
 
-FULL_REWARD = 1.0  # value of a reward term in full
+FULL_REWARD = 1.0
 _ERROR = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception|Interrupt|Exit))\b", re.MULTILINE)
 _ENDED = re.compile(r"\[ended: ([\w ]+)\]")
 _VARYING = re.compile(r"\d+(?:\.\d+)?|'[^']*'|\"[^\"]*\"")
@@ -24,7 +24,7 @@ def describe_cause(cassette: Cassette) -> str:
 
 
 def cluster_cassettes(cassettes: Sequence[Cassette]) -> dict[str, list[Cassette]]:
-    """Return the cassettes by environment and cause; in each, the smallest first, then by digest."""
+    """Return the cassettes by environment and cause, each list ordered by number of tokens, then digest."""
     clusters: dict[str, list[Cassette]] = {}
     for tape in cassettes:
         clusters.setdefault(f"{environment_label(tape.environment)}: {describe_cause(tape)}", []).append(tape)
@@ -35,11 +35,8 @@ def cluster_cassettes(cassettes: Sequence[Cassette]) -> dict[str, list[Cassette]
 
 
 def choose_cassettes(found: Mapping[str, Sequence[Cassette]], each: int) -> dict[str, list[Cassette]]:
-    """Return at most `each` of every cluster: the smallest, then others evenly over its sizes."""
-    return {
-        name: [members[index] for index in _even_places(len(members), each)]
-        for name, members in found.items()
-    }
+    """Return at most `each` cassettes of every cluster: the smallest, and others evenly over the sizes."""
+    return {name: [members[i] for i in _even_places(len(members), each)] for name, members in found.items()}
 
 
 def environment_label(section: Mapping[str, object]) -> str:
@@ -57,11 +54,8 @@ def _describe_track(track: Track) -> str:
     if verdict.failure:
         return f"failure {_VARYING.sub('#', verdict.failure)}"
     text = "\n".join(message["content"] for turn in track.turns for message in turn.messages)
-    low = [
-        f"{name} {'below 1' if value else '0'}"
-        for name, value in verdict.terms.items()
-        if value < FULL_REWARD
-    ]
+    terms = verdict.terms.items()
+    low = [f"{name} {'below 1' if value else '0'}" for name, value in terms if value < FULL_REWARD]
     reward = verdict.reward or 0.0
     return ", ".join(
         [

@@ -33,7 +33,7 @@ class SuiteSpec(Frozen):
 
 
 class SuiteEnvironment(Mixture):
-    """The tasks of all cassettes, each once, in the environments that they were recorded in.
+    """The tasks of all cassettes, each once, in the environments in which they were recorded.
 
     Raises:
         RequestError: when the folder is no suite, or was recorded in a game of several players.
@@ -82,7 +82,7 @@ class SuiteEnvironment(Mixture):
 
 
 def _recorded_task(cassette: Cassette) -> tuple[str, Mapping[str, Any], Task]:
-    """Return the name and the section of a cassette's environment, and its task, which names it."""
+    """Return the name and section of a cassette's environment, and the task, which contains the name."""
     section, task = cassette.environment, cassette.task.task()
     if section.get("id") == MIXTURE:
         part, task = split_task(task)

@@ -1,8 +1,7 @@
 """The oracle: the values that must be equal when a cassette is played again.
 
-It compares how the episode ends (reward, terms, metrics, failure), what the policy sees (observations, and
-their tokens), and that the episode ends with the last turn of the tape. It does not compare what a live model
-writes; mode `exact` does.
+The oracle compares the end of the episode (reward, terms, metrics, failure), the observations and their
+tokens, and the number of turns. Only mode `exact` compares sampled tokens.
 """
 
 import math
@@ -16,17 +15,17 @@ from perilune.files import canonical_json, sha256_bytes
 from perilune.frozen import Frozen
 from perilune.traces.cassette import Messages, Track, Verdict
 
-REWARD_TOLERANCE = 1e-9  # difference between sums of the same numbers in another order
-_MAX_CHARACTERS = 160  # characters of a value in a difference
+REWARD_TOLERANCE = 1e-9  # allows for sums of the same numbers in another order
+_MAX_CHARACTERS = 160  # of a value in a difference
 
 
 class Expectation(Frozen):
     """The recorded behavior that a replay of one player must repeat.
 
     Attributes:
-        texts: SHA-256 of each turn's text, which shows a tokenizer that decodes differently.
-        seen: the messages before the first turn, then those after each turn.
-        tokens: SHA-256 of the tokens of each of these.
+        texts: SHA-256 of each turn's text, which changes if the tokenizer decodes differently.
+        seen: the messages before the first turn, then the messages after each turn.
+        tokens: SHA-256 of the tokens of each item of `seen`.
         stop: texts that end a turn.
     """
 
@@ -63,7 +62,7 @@ def make_expectation(track: Track) -> Expectation:
 
 
 def find_differences(expected: Sequence[Expectation], replayed: Sequence[Expectation]) -> list[Difference]:
-    """Return all differences between what was recorded and what a replay gave."""
+    """Return all differences between a recording and a replay."""
     before, after = ({item.player: item for item in part} for part in (expected, replayed))
     diffs = []
     for player in sorted(before.keys() | after.keys()):

@@ -1,9 +1,8 @@
 """Episodes as OpenTelemetry spans, by the semantic conventions for generative AI (version 1.41).
 
-An episode is a trace. Its player and each sub-agent is a span `invoke_agent`, and each of their turns a span
-`chat`. A turn that received the result of a sub-agent links to it. The clock counts rounds: turns that were
-sampled together have the same second. The encoding is the JSON of OTLP (protobuf's JSON mapping, with ids in
-hexadecimal).
+An episode is a trace. The player and each sub-agent are spans `invoke_agent`, and their turns are spans
+`chat`. A turn that received the result of a sub-agent links to its span. A round takes one second: turns that
+were sampled together have the same time. The encoding is the JSON of OTLP, with ids in hexadecimal.
 """
 
 import hashlib
@@ -15,7 +14,7 @@ from typing import Any
 from perilune.data.episode import Episode
 from perilune.data.spans import Span
 
-_ROUND_NS = 1_000_000_000  # nanoseconds
+_ROUND_NS = 1_000_000_000
 _INTERNAL, _CLIENT = 1, 3  # SpanKind
 OK, ERROR = 1, 2  # StatusCode
 
@@ -47,7 +46,7 @@ def _episode_spans(episode: Episode, begin: int, source: str, texts: bool) -> It
     conversations = {span.span_id: span.messages or episode.messages for span in spans}
     for span in spans:
         children = [child for child in spans if child.parent == span.span_id]
-        agent = {
+        agent: dict[str, Any] = {
             "gen_ai.operation.name": "invoke_agent",
             "gen_ai.agent.name": span.name,
             "gen_ai.usage.input_tokens": span.prompt_tokens,
@@ -56,9 +55,8 @@ def _episode_spans(episode: Episode, begin: int, source: str, texts: bool) -> It
         }
         if not span.parent:
             agent |= _outcome_attributes(episode)
-        prompt = (
-            {"gen_ai.input.messages": _encode_messages(span.messages[:1])} if texts and span.messages else {}
-        )
+        if texts and span.messages:
+            agent["gen_ai.input.messages"] = _encode_messages(span.messages[:1])
         agent_span: dict[str, Any] = {
             "traceId": trace,
             "spanId": _hex_digest(f"{own} {span.span_id}", 16),
@@ -66,7 +64,7 @@ def _episode_spans(episode: Episode, begin: int, source: str, texts: bool) -> It
             "kind": _INTERNAL,
             "startTimeUnixNano": str(begin + max(span.begin, 0) * _ROUND_NS),
             "endTimeUnixNano": str(begin + max(span.end, 0) * _ROUND_NS),
-            "attributes": encode_attributes(shared | agent | prompt),
+            "attributes": encode_attributes(shared | agent),
             "status": _episode_status(episode) if not span.parent else {"code": OK},
         }
         if span.parent:

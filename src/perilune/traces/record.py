@@ -1,7 +1,7 @@
 """Records episodes of a run as cassettes.
 
-A cassette is kept only if it plays now exactly as it was recorded. This excludes what no tape can hold: turns
-of an opponent, a reward model, clocks and networks inside a tool.
+A cassette is kept only if it now plays exactly as it was recorded. This excludes episodes that depend on an
+opponent, a reward model, or clocks and networks inside a tool, which no tape holds.
 """
 
 import re
@@ -30,10 +30,10 @@ class Origin:
 
     Attributes:
         run, stage: see `Source`.
-        environment: the environment section, with paths that exist here.
-        section: the same as the recipe has it, which goes into the cassette.
+        environment: the environment section, with paths that exist on this machine.
+        section: the environment section of the recipe, for the cassette.
         system: system message before every prompt.
-        sampling: see `Sampling`, without key and sample.
+        sampling: fields of `Sampling`, without key and sample.
         tokenizer, checkpoint: digests, see `Cassette`.
     """
 
@@ -51,7 +51,7 @@ class Origin:
 def record_episodes(
     episodes: Sequence[Episode], file: str, origin: Origin, replayer: Replayer
 ) -> tuple[list[Cassette], Counter[str]]:
-    """Record episodes of one file; also return the number that could not be recorded by reason.
+    """Record episodes of one file. Return the cassettes, and the number of rejected rollouts by reason.
 
     The episodes of all players of a rollout make one cassette.
 
@@ -111,7 +111,7 @@ def find_tasks(environment: Environment, ids: set[str], seed: int, system: str =
 def _draft_cassette(
     members: Sequence[Episode], task: Task, file: str, origin: Origin, environment: Environment
 ) -> Cassette:
-    """Return the cassette of the episodes of one rollout, before it was played."""
+    """Return a cassette of the episodes of one rollout, still without the order of actions."""
     step, index, *_, sample = members[0].episode_id.split("/")
     key = (members[0].seed, int(step), int(index))
     sampling = Sampling(key=key, sample=int(sample), **origin.sampling)
@@ -131,16 +131,12 @@ def _draft_cassette(
 
 
 def _complete_cassette(draft: Cassette, replay: Replay) -> Cassette:
-    """Return the cassette with the order of its actions, and the metrics that playing it gives."""
+    """Return the cassette with the order of its actions, and only the metrics that a replay computes."""
     replayed = {track.player: track.verdict.metrics for track in replay.tracks}
     tracks = []
     for track in draft.tracks:
-        metrics = {
-            name: value
-            for name, value in track.verdict.metrics.items()
-            if name in replayed.get(track.player, {})
-        }
-        tracks.append(
-            track.model_copy(update={"verdict": track.verdict.model_copy(update={"metrics": metrics})})
-        )
+        known = replayed.get(track.player, {})
+        metrics = {name: value for name, value in track.verdict.metrics.items() if name in known}
+        verdict = track.verdict.model_copy(update={"metrics": metrics})
+        tracks.append(track.model_copy(update={"verdict": verdict}))
     return draft.model_copy(update={"order": replay.order, "tracks": tuple(tracks)})

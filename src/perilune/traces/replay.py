@@ -41,7 +41,7 @@ class Replay:
     Attributes:
         tracks: the players' parts, as in the cassette.
         order: the player of each action.
-        error: the reason for which the replay stopped; "" if it did not.
+        error: the reason why the replay stopped; "" if it played to the end.
     """
 
     tracks: tuple[Track, ...] = ()
@@ -64,7 +64,7 @@ def apply_replay(cassette: Cassette, replay: Replay) -> Cassette:
 
 
 class Replayer:
-    """Plays cassettes. Keeps the environments' processes until it is closed.
+    """Plays cassettes. Keeps the scorers' processes until it is closed.
 
     Args:
         tokenizer_of: loads the tokenizer with a digest.
@@ -93,9 +93,9 @@ class Replayer:
         return _play_batches(cassettes, lambda batch: self._play(batch, engine, until=0))
 
     def fork(self, cassette: Cassette, turn: int, samples: int, engine: SamplingBackend) -> list[Replay]:
-        """Play the first `turn` actions from the tape, and sample the others `samples` times.
+        """Play the first `turn` actions from the tape, and sample the remaining actions `samples` times.
 
-        Sample i draws the random numbers of sample i of the cassette's task.
+        Replay i uses the random numbers of sample i of the cassette's task.
 
         Raises:
             RequestError: when the tape has fewer actions.
@@ -109,9 +109,7 @@ class Replayer:
         return self._play([_with_sample(cassette, sample) for sample in range(samples)], engine, until=turn)
 
     def rescore(self, cassettes: Sequence[Cassette]) -> list[Replay]:
-        """Score recorded episodes again, without playing them. Episodes that failed, or in which nobody
-        moved, are returned as they are.
-        """
+        """Score recorded episodes again, without playing them; keep failed and empty episodes as they are."""
 
         def score(batch: Sequence[Cassette]) -> list[Replay]:
             valid = [tape for tape in batch if tape.order and not any(t.verdict.failure for t in tape.tracks)]
@@ -138,10 +136,10 @@ class Replayer:
         self, cassettes: Sequence[Cassette], engine: SamplingBackend, until: int | None = None
     ) -> list[Replay]:
         """Play cassettes that share settings; see `TapedWorker.until`."""
-        first, environment = cassettes[0], make_environment(cassettes[0].environment, checked=False)
-        seed, tokenizer = first.sampling.key[0], self.tokenizer_of(first.tokenizer)
-        worker = TapedWorker(engine, tokenizer, self._scorer(first), environment, seed, until=until)
-        sampling = first.sampling
+        first, sampling = cassettes[0], cassettes[0].sampling
+        environment = make_environment(first.environment, checked=False)
+        tokenizer, scorer = self.tokenizer_of(first.tokenizer), self._scorer(first)
+        worker = TapedWorker(engine, tokenizer, scorer, environment, sampling.key[0], until=until)
         params = SamplingParams(
             sampling.max_tokens,
             sampling.temperature,
@@ -186,10 +184,10 @@ def _play_batches(
 def _play_or_report(
     batch: Sequence[Cassette], play: Callable[[Sequence[Cassette]], list[Replay]]
 ) -> list[Replay]:
-    """Play a batch. If it cannot be played, play its cassettes one by one and record why each stopped."""
+    """Play a batch. If that fails, play its cassettes one by one, and record the error of each."""
     try:
         return play(batch)
-    except Exception as error:  # whatever the harness raises is a finding, and must not hide the others
+    except Exception as error:  # any error of the harness is a finding, and must not hide other cassettes
         if len(batch) > 1:
             return [replay for cassette in batch for replay in _play_or_report([cassette], play)]
         reason = error.what if isinstance(error, PeriluneError) else f"{type(error).__name__}: {error}"
@@ -201,13 +199,12 @@ def _with_sample(cassette: Cassette, sample: int) -> Cassette:
 
 
 def _collect_replay(worker: TapedWorker, rollout: Rollout, params: SamplingParams) -> Replay:
-    sampling = worker.tapes[rollout].sampling
     stop = worker.add_stop_texts(params, rollout.task).stop
     tape, is_taped = worker.tapes[rollout], worker.until is None
     tracks = []
     for group in worker.build_groups([rollout], params):
         for episode in group:
-            track = extract_track(_drop_missing_turn(episode), sampling, stop)
+            track = extract_track(_drop_missing_turn(episode), tape.sampling, stop)
             tracks.append(_restore_finished(tape, track) if is_taped else track)
     order = tuple(worker.order.get(rollout, ()))
     if rollout.finish_reason != "aborted" and len(order) != sum(len(track.turns) for track in tracks):
@@ -217,13 +214,11 @@ def _collect_replay(worker: TapedWorker, rollout: Rollout, params: SamplingParam
 
 def _drop_missing_turn(episode: Episode) -> Episode:
     """Return the episode without a turn that the tape lacked, which has no tokens."""
-    if episode.finish_reason != "aborted":
-        return episode
-    return replace(episode, messages=episode.messages[:-1])
+    return replace(episode, messages=episode.messages[:-1]) if episode.finish_reason == "aborted" else episode
 
 
 def _restore_finished(cassette: Cassette, track: Track) -> Track:
-    """Return the track with `finished` of each turn as on the tape: a shrunk turn is below the limit."""
+    """Return the track with `finished` of each turn as on the tape: shrunk turns are below the limit."""
     tape = cassette.track(track.player)
     finished = [turn.finished for turn in tape.turns[: len(track.turns)]] if tape else []
     turns = [
@@ -247,11 +242,8 @@ def _make_transcript(cassette: Cassette, player: int) -> Transcript:
 def _with_outcome(track: Track, outcome: Outcome) -> Track:
     """Return the track with another score. Terms that a cut-off episode did not have are left out."""
     if isinstance(outcome, Failure):
-        failed: dict[str, Any] = {
-            "reward": None,
-            "terms": {},
-            "failure": f"{outcome.boundary}: {outcome.reason}",
-        }
+        failure = f"{outcome.boundary}: {outcome.reason}"
+        failed: dict[str, Any] = {"reward": None, "terms": {}, "failure": failure}
         return track.model_copy(update={"verdict": track.verdict.model_copy(update=failed)})
     is_cut = track.verdict.finish_reason == "length"
     terms = {name: term for name, term in outcome.terms.items() if name in track.verdict.terms or not is_cut}

@@ -1,9 +1,9 @@
 """Shrinks a cassette by delta debugging, while it still shows the same failure.
 
-It cuts turns, then the text of each turn, then the task's prompt. Every candidate is played by the harness,
-so what the policy would see is always true to its turns. The algorithm is ddmin (Zeller and Hildebrandt 2002,
-"Simplifying and isolating failure-inducing input", IEEE TSE 28(2)), with the candidates of one level played
-together.
+The shrinker cuts turns, then the text of each turn, then the task's prompt. The harness plays every
+candidate, so observations always follow from the remaining turns. The algorithm is ddmin (Zeller and
+Hildebrandt 2002, "Simplifying and isolating failure-inducing input", IEEE TSE 28(2)), with the candidates of
+one level played together.
 """
 
 import re
@@ -19,15 +19,15 @@ from perilune.traces.replay import Replayer, apply_replay
 
 T = TypeVar("T")
 FailureCheck = Callable[[Sequence[Cassette]], list[bool]]
-"""Returns for each of these played cassettes whether it still shows the failure."""
+"""Returns for each played cassette whether it still shows the failure."""
 
 _PIECES = re.compile(r"\n+|[^\S\n]+|\w+|[^\w\s]")
 _LINES = re.compile(r"[^\n]*\n|[^\n]+")
-MAX_PIECES = 400  # pieces of a text that is cut word by word; longer ones are cut by lines first
+MAX_PIECES = 400  # lists with more pieces are not cut, such as the words of a long text
 
 
 def has_same_cause(cassette: Cassette) -> FailureCheck:
-    """Return a check: does a played cassette have the same cause of its outcome as `cassette`?"""
+    """Return a check that a played cassette has the same cause of its outcome as `cassette`."""
     wanted = describe_cause(cassette)
     return lambda played: [describe_cause(candidate) == wanted for candidate in played]
 
@@ -36,7 +36,7 @@ def minimize(items: Sequence[T], first: Callable[[list[list[T]]], int | None]) -
     """Return a subsequence from which no single item can be cut.
 
     Args:
-        first: index of the first candidate that still fails; None if there is none.
+        first: returns the index of the first candidate that still fails; None if there is none.
     """
     kept, parts = list(items), 2
     if kept and first([[]]) is not None:
@@ -106,7 +106,7 @@ class Shrinker:
     def _cut(
         self, base: Cassette, items: Sequence[T], make_draft: Callable[[Sequence[T]], Cassette | None]
     ) -> Cassette:
-        """Return the cassette without the items that it does not need to fail."""
+        """Return the cassette without the items that the failure does not need."""
         best = base
 
         def first(candidates: list[list[T]]) -> int | None:
@@ -126,7 +126,7 @@ class Shrinker:
         return best
 
     def _play(self, drafts: Sequence[Cassette]) -> list[Cassette | None]:
-        """Return the drafts as the harness plays them; None if it stops, or asks for a turn that was cut."""
+        """Return the drafts as the harness plays them; None if the replay stops, or needs a cut turn."""
         results = []
         for draft, replay in zip(drafts, self.replayer.harness(drafts), strict=True):
             reasons = [track.verdict.finish_reason for track in replay.tracks]
@@ -135,7 +135,7 @@ class Shrinker:
 
 
 def _with_turns(cassette: Cassette, kept: Sequence[int]) -> Cassette | None:
-    """Return the draft with some of the actions, given by their indices in the episode."""
+    """Return the draft with the actions at the indices `kept`; None without actions."""
     if not kept:
         return None
     turns: dict[int, list[Turn]] = {track.player: [] for track in cassette.tracks}
@@ -147,7 +147,7 @@ def _with_turns(cassette: Cassette, kept: Sequence[int]) -> Cassette | None:
 
 
 def _with_text(cassette: Cassette, place: int, text: str, tokenizer: Tokenizer) -> Cassette | None:
-    """Return the draft with another text of an action, which has at least one token."""
+    """Return the draft with another text of one action; None if the text has no tokens."""
     player = cassette.order[place]
     number = cassette.order[:place].count(player)
     tracks = []
@@ -165,7 +165,7 @@ def _with_text(cassette: Cassette, place: int, text: str, tokenizer: Tokenizer) 
 
 
 def _with_prompt(cassette: Cassette, place: int, text: str) -> Cassette | None:
-    """Return the draft with another text of a message of the task's prompt. One message keeps some text."""
+    """Return the draft with another text of one message of the prompt; None if no message has text left."""
     prompt = list(cassette.task.prompt)
     prompt[place] = {**prompt[place], "content": text}
     if not any(message["content"].strip() for message in prompt):

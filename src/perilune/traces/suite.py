@@ -4,8 +4,8 @@
     cassettes/DIGEST.json       one cassette each, named by its content; never changes
     tokenizers/DIGEST/          tokenizer.json, tokenizer_config.json, chat_template.jinja
 
-A suite holds the environment sections of its runs, with the text of environments in files. Playing it runs
-that text, so run only suites that you trust as much as a recipe.
+A suite holds the environment sections of its runs, with the source code of the user's environments. Playing a
+suite runs this code, so play only suites that you trust as much as a recipe.
 """
 
 import difflib
@@ -27,8 +27,6 @@ from perilune.traces.oracle import Expectation, make_expectation
 INDEX_FILE = "suite.json"
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Part = Literal["all", "shown", "held-out"]
-
-
 Model = TypeVar("Model", bound=Frozen)
 
 
@@ -36,9 +34,9 @@ class Case(Frozen):
     """One cassette of a suite.
 
     Attributes:
-        cause: of its outcome, see `perilune.traces.causes`.
-        held_out: whether it is kept from those who change the harness.
-        accepted: the expectations since an intended change; None for those that the cassette recorded.
+        cause: of the outcome, see `perilune.traces.causes`.
+        held_out: whether the case is hidden from developers of the harness.
+        accepted: the expectations since an intended change; None: the cassette's own.
     """
 
     digest: Digest
@@ -72,7 +70,7 @@ class Suite:
         """The cassettes by digest.
 
         Raises:
-            RequestError: when a file is missing or malformed, or does not have the content of its name.
+            RequestError: when a file is missing or malformed, or its digest is not its name.
         """
         return {case.digest: self._load_cassette(case.digest) for case in self.index.cases}
 
@@ -94,14 +92,13 @@ class Suite:
                 raise RequestError(f"{digest[:80]!r} is not a digest", where=str(self.root))
             folder = self.root / "tokenizers" / digest
             if not folder.is_dir() or tokenizer_digest(folder) != digest:
-                raise RequestError(
-                    "the tokenizer is missing or changed", where=str(folder), remedy="record the suite again"
-                )
+                what, remedy = "the tokenizer is missing or changed", "record the suite again"
+                raise RequestError(what, where=str(folder), remedy=remedy)
             self._tokenizers[digest] = Tokenizer.load(folder)
         return self._tokenizers[digest]
 
     def accept(self, replayed: Mapping[str, tuple[Expectation, ...]]) -> str:
-        """Accept the results of these replays, by digest. Writes suite.json; returns the change as a diff."""
+        """Accept the results of replays, by digest: write suite.json, and return the change as a diff."""
         cases = []
         for case in self.index.cases:
             given = replayed.get(case.digest)
@@ -123,9 +120,8 @@ class Suite:
         path = self.root / "cassettes" / f"{digest}.json"
         cassette = _parse_file(Cassette, path)
         if sha256_bytes(read_regular(path)) != digest:
-            raise RequestError(
-                "the content is not the one that its name states", where=str(path), remedy="restore the file"
-            )
+            what = "the digest of the file is not its name"
+            raise RequestError(what, where=str(path), remedy="restore the file")
         return cassette
 
 
@@ -135,12 +131,11 @@ def write_suite(
     """Write a suite.
 
     Raises:
-        RequestError: when the folder has one already.
+        RequestError: when the folder already has a suite.
     """
     if (root / INDEX_FILE).exists():
-        raise RequestError(
-            "the folder holds a suite", where=str(root), remedy="give another --out, or remove it"
-        )
+        remedy = "give another --out, or remove it"
+        raise RequestError("the folder holds a suite", where=str(root), remedy=remedy)
     for _, cassette in cassettes:
         write_atomic(root / "cassettes" / f"{cassette.digest}.json", cassette.to_bytes())
     for digest in {cassette.tokenizer for _, cassette in cassettes}:

@@ -39,9 +39,9 @@ class TapedWorker(RolloutWorker):
 
     Attributes:
         tapes: the cassette of each rollout.
-        until: sample from the engine after this many actions of an episode; None: never. A turn that the tape
-            lacks is then aborted, which ends the episode.
-        order: the players of each rollout's actions; filled while it plays.
+        until: number of actions of an episode after which the engine samples; None: never. A turn that the
+            tape lacks is then aborted, which ends the episode.
+        order: the players of each rollout's actions, filled while playing.
     """
 
     tapes: dict[Rollout, Cassette] = field(default_factory=dict)

@@ -6,8 +6,7 @@
     operator   = "<" | "<=" | ">" | ">=" | "==" | "!=" | "~" (contains)
     value      = number | "text" | 'text' | true | false | name
 
-A parser of its own evaluates them; no text reaches Python's `eval`. A figure that an episode does not have
-fulfils no comparison.
+Conditions never reach Python's `eval`. A comparison with a figure that an episode lacks is false.
 """
 
 import operator
@@ -54,10 +53,10 @@ _MAX_DEPTH = 50  # nested parentheses and negations
 
 
 def parse_where(text: str) -> Condition:
-    """Return the condition that `text` states. An empty text holds for every episode.
+    """Return the condition that `text` states. An empty text is true of every episode.
 
     Raises:
-        RequestError: naming the place at which the text is not understood.
+        RequestError: naming the part of the text that is not understood.
     """
     if not text.strip():
         return lambda _: True
