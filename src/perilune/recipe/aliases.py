@@ -1,7 +1,7 @@
 """Keys of TRL, transformers, PEFT and verl, and former keys of recipes, with our keys that mean the same.
 
-An unknown key that is listed here gets an error that names our key or another remedy. The aliases are not
-accepted in a recipe: one setting has one name.
+The error for an unknown key that is listed here names the recipe's key or another remedy. Recipes do not
+accept the aliases: one setting has one name.
 """
 
 from collections.abc import Collection, Mapping
@@ -156,5 +156,5 @@ TASK_REMEDIES: Mapping[str, str] = {
 
 
 def find_alias(name: str, valid: Collection[str]) -> str | None:
-    """Return the key among `valid` that means what `name` means elsewhere, or None."""
+    """Return the key among `valid` that means the same as `name` in another library, or None."""
     return next((key for key in ALIASES.get(name, ()) if key in valid), None)

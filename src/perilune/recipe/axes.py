@@ -19,7 +19,7 @@ Settings = tuple[str, ...]  # overrides of a recipe, "key=value"
 Bounds = tuple[int, int] | tuple[float, float]
 
 _RANGE = re.compile(r"\s*(?P<low>[-+\d.eE]+?)\.\.(?P<high>[-+\d.eE]+)\s*")
-SIGNIFICANT_DIGITS = 3  # significant digits of drawn numbers
+SIGNIFICANT_DIGITS = 3  # of drawn numbers
 MAX_SEEDS = 1000
 
 
@@ -43,13 +43,12 @@ class Axis:
         low, high = self.bounds
         if isinstance(low, int) and isinstance(high, int):
             return str(rng.randint(low, high))
-        drawn = (
-            math.exp(rng.uniform(math.log(low), math.log(high))) if self.is_log else rng.uniform(low, high)
-        )
-        return self.format_value(drawn)
+        if self.is_log:
+            return self.format_value(math.exp(rng.uniform(math.log(low), math.log(high))))
+        return self.format_value(rng.uniform(low, high))
 
     def format_value(self, value: str | float) -> str:
-        """Format a value; a number of a range gets a few significant digits."""
+        """Format a value; a number of a range gets `SIGNIFICANT_DIGITS` and stays in the range."""
         if self.bounds is None or isinstance(value, str):
             return str(value)
         if isinstance(self.bounds[0], int):
@@ -73,19 +72,18 @@ def parse_axes(options: Sequence[str]) -> tuple[Axis, ...]:
 
 
 def parse_axis(option: str) -> Axis:
-    """Parse "key=value,value" or "key=low..high". Values are YAML; a single value is an axis too.
+    """Parse "key=value,value" or "key=low..high". Values are YAML; a single value is an axis, too.
 
     Raises:
-        RequestError: it has another form, no value, or a range that is empty.
+        RequestError: the option has another form, no value or an empty range.
     """
     key, equals, text = option.partition("=")
     location = f"--set {option}"
     if not equals or not key.strip():
         raise RequestError("is not KEY=VALUES", where=location, remedy="--set rl.lr=1e-5,3e-5,1e-4")
     if key.strip() == "seed":
-        raise RequestError(
-            "seeds are not an axis: arms are compared over them", where=location, remedy="--seeds 3"
-        )
+        what = "seeds are not an axis: arms are compared over them"
+        raise RequestError(what, where=location, remedy="--seeds 3")
     if match := _RANGE.fullmatch(text):
         return Axis(key.strip(), bounds=_parse_bounds(match, location))
     try:
@@ -135,7 +133,7 @@ def grid_arms(axes: Sequence[Axis]) -> list[Settings]:
 
 
 def sample_arms(axes: Sequence[Axis], count: int, seed: int = 0) -> list[Settings]:
-    """Draw up to `count` distinct random arms. A larger count gives the same arms and further ones."""
+    """Draw up to `count` distinct random arms. With a larger count, further arms follow the same ones."""
     arms = []
     for index in range(count):
         rng = random.Random(f"sweep/{seed}/{index}")
@@ -148,10 +146,10 @@ def _make_settings(axes: Sequence[Axis], values: Sequence[str]) -> Settings:
 
 
 def parse_seeds(text: str, first: int) -> tuple[int, ...]:
-    """Parse the seeds in "3" (that many, from `first`), "3..5" or "0,4,7".
+    """Parse the seeds in "3" (three seeds from `first` on), "3..5" or "0,4,7".
 
     Raises:
-        RequestError: it has another form, or there are more than `MAX_SEEDS`.
+        RequestError: `text` has another form, or more than `MAX_SEEDS` seeds.
     """
     seeds: Sequence[int] = ()
     if text.isdecimal():
@@ -161,10 +159,9 @@ def parse_seeds(text: str, first: int) -> tuple[int, ...]:
     elif all(map(str.isdecimal, parts := [part.strip() for part in text.split(",") if part.strip()])):
         seeds = list(dict.fromkeys(map(int, parts)))
     if not seeds:
+        what = "is neither a number of seeds nor a list of them"
         remedy = "--seeds 3 for three seeds, --seeds 3..5, or --seeds 0,4,7"
-        raise RequestError(
-            "is neither a number of seeds nor a list of them", where=f"--seeds {text}", remedy=remedy
-        )
+        raise RequestError(what, where=f"--seeds {text}", remedy=remedy)
     if seeds[MAX_SEEDS:]:
         remedy = "--seeds 3 for three seeds, or --seeds 0,4,7 for these"
         raise RequestError(f"has more than {MAX_SEEDS:,} seeds", where=f"--seeds {text}", remedy=remedy)

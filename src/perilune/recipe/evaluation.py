@@ -20,7 +20,7 @@ def make_evaluation_recipe(
     Args:
         environment: the section of the environment, which may have `rewards`.
         fields: keys of the stage: tasks, samples, max_tokens and others; None leaves out a key.
-        called: the name of the checkpoint in the name of the recipe. Default: the folder.
+        called: name of the checkpoint, for the name of the recipe. Default: the path of the folder.
 
     Raises:
         RequestError: when the environment or a field is wrong.

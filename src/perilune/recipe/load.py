@@ -19,10 +19,10 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Args:
         source: path of a YAML file, or the name of a bundled recipe such as "quickstart".
-        overrides: "key.key=value" with the value in YAML. Stages go by their names: "rl.steps=10".
+        overrides: "key.key=value" with the value in YAML. The first key may be a stage: "rl.steps=10".
 
     Raises:
-        RequestError: with the file, line and key of the first error, and what is allowed there.
+        RequestError: with file, line, key and remedy of the first error; the other errors are in `others`.
     """
     path = Path(source)
     if isinstance(source, str) and not path.exists() and source in bundled_recipes():
@@ -54,7 +54,7 @@ def bundled_recipe(name: str) -> Path:
 def bundled_recipes() -> tuple[str, ...]:
     """List the recipes that ship with the package, such as "quickstart" and "smollm2/arithmetic".
 
-    Those in a folder start from the pretrained model that the folder is named after.
+    Recipes in a folder start from the pretrained model that the folder is named after.
     """
     folder = _bundled_folder()
     return tuple(sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")))
@@ -82,7 +82,7 @@ def _read_recipe(path: Path) -> str:
 
 
 def _apply_override(document: Document, override: str) -> None:
-    """Write one "key.key=value" into the document."""
+    """Set the key of "key.key=value" in the document."""
     key, equals, text = override.partition("=")
     location = f"--set {override.encode(errors='backslashreplace').decode()}"
     require_characters(override, location)
@@ -96,7 +96,7 @@ def _apply_override(document: Document, override: str) -> None:
 
 
 def _key_path(value: dict[str, Any], keys: list[str], location: str) -> KeyPath:
-    """Return the path that `keys` name, with the names of stages replaced by their positions."""
+    """Return the path that `keys` name, with the name of a stage replaced by its position."""
     stages = value.get("stages")
     sections = stages if isinstance(stages, list) else []
     names = [stage.get("name") if isinstance(stage, dict) else None for stage in sections]
@@ -112,9 +112,8 @@ def _key_path(value: dict[str, Any], keys: list[str], location: str) -> KeyPath:
     if keys[0] in names:
         stage = sections[names.index(keys[0])]
         key = next((key for key, value in stage.items() if isinstance(value, int | float)), "task")
-        raise RequestError(
-            f"{keys[0]} is a stage; set one of its keys, such as {keys[0]}.{key}", where=location
-        )
+        what = f"{keys[0]} is a stage; set one of its keys, such as {keys[0]}.{key}"
+        raise RequestError(what, where=location)
     problem = Problem((), f"no key or stage '{keys[0]}'", suggest_name(keys[0], known))
     raise_problems([problem], lambda _: location)
     raise AssertionError("unreachable")

@@ -8,18 +8,18 @@ from typing import Any
 from perilune.errors import RequestError
 from perilune.recipe.problems import Problem, ProblemsError
 
-CONFIG_FILE = "config.json"  # the file that every Hugging Face model has
+CONFIG_FILE = "config.json"  # in the folder of every Hugging Face model
 
 
 def find_model(path: str, base: Path) -> Path:
-    """Find the absolute folder of a model, in Hugging Face format.
+    """Return the absolute path of a model's folder, in Hugging Face format.
 
     Args:
         path: a folder or a GGUF file (relative to `base`), the name of a model that `perilune model fetch`
             keeps in the home, or an id in the local Hugging Face cache. A GGUF file is converted once.
 
     Raises:
-        ProblemsError: when it is none of these, or cannot be read.
+        ProblemsError: when no such model exists, or the model cannot be read.
     """
     folder_path = (base / Path(path).expanduser()).absolute()
     found = folder_path if folder_path.exists() else _find_in_home(path) or _find_in_hub_cache(path)
@@ -53,10 +53,7 @@ def _find_in_home(name: str) -> Path | None:
 
 
 def _import_store() -> Any:
-    """Import the module of the models in the home.
-
-    Imported by name, because the control plane imports this module and must not depend on models.
-    """
+    """Import by name, because the control plane imports this module and must not depend on models."""
     return import_module("perilune.models.store")
 
 

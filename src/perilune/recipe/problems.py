@@ -1,4 +1,4 @@
-"""Validation errors in the words of the recipe, with the key and a remedy."""
+"""Validation errors in the terms of the recipe, with the key and a remedy."""
 
 import contextlib
 import copy
@@ -21,31 +21,27 @@ from perilune.recipe.source import KeyPath
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
-_MAX_LISTED_NAMES = 16  # names that an error lists next to the closest one
-
+_MAX_LISTED_NAMES = 16  # names that an error lists next to the closest name
 _MAX_FURTHER_PROBLEMS = 6  # problems that an error lists after the first
-
-_MAX_FILE_BYTES = 1 << 20  # bytes of a file that a recipe names: reward functions, a chat template
-_BUT = " but "  # between the value and what it should be
-
-_YAML_TERMS = {  # pydantic speaks of JSON
+_MAX_FILE_BYTES = 1 << 20  # of a file that a recipe names: reward functions, a chat template
+_BUT = " but "  # between the value and the expected value
+_YAML_TERMS = {  # pydantic's messages use the terms of JSON
     "should be a valid boolean": "should be true or false",
     "should be an object": "should be a section of keys",
     "should be a valid dictionary": "should be a section of keys",
     "should be a valid array": "should be a list",
 }
-
 _NAME_PATTERN = re.compile(r"\^\[A-Za-z\]\[A-Za-z0-9_-\]\{0,(\d+)\}\$")  # the pattern of names
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One error: the key, what is wrong, and how to fix it."""
+    """One error: the key, the problem and the remedy."""
 
     path: KeyPath
     what: str
     remedy: str = ""
-    missing: bool = False  # a key that is not there
+    missing: bool = False  # the key is missing
 
 
 class ProblemsError(Exception):
@@ -110,7 +106,7 @@ def read_text(file: Path, path: KeyPath) -> str:
 
 
 def validate(model: type[ModelT], value: Any, path: KeyPath, label: str) -> ModelT:
-    """Validate the `value` at `path` as a `model`; `label` names that path in messages.
+    """Validate the `value` at `path` as a `model`; `label` is the name of the path in messages.
 
     Types are strict: "2" is not a number, and 1 is not true.
 
@@ -135,7 +131,7 @@ def validate(model: type[ModelT], value: Any, path: KeyPath, label: str) -> Mode
 
 
 def _add_remedy(problem: Problem, model: type[BaseModel], value: Any, path: KeyPath) -> Problem:
-    """Return `problem` with the value that the user probably means as its remedy, if that value is valid."""
+    """Return `problem` with the value that the user probably means as its remedy, if this value is valid."""
     inside = problem.path[len(path) :]
     if problem.remedy or problem.missing or not inside:
         return problem
@@ -148,9 +144,8 @@ def _add_remedy(problem: Problem, model: type[BaseModel], value: Any, path: KeyP
         try:
             model.model_validate_json(json.dumps(changed), strict=True)
         except ValidationError as error:
-            if any(
-                _written_path(dict(detail), changed)[: len(inside)] == inside for detail in error.errors()
-            ):
+            paths = [_written_path(dict(detail), changed) for detail in error.errors()]
+            if any(written[: len(inside)] == inside for written in paths):
                 continue
         text = json.dumps(meant, ensure_ascii=False)
         if isinstance(meant, dict):
@@ -182,7 +177,7 @@ def _meanings(given: Any) -> list[Any]:
 
 
 def _is_wrong_alternative(detail: Mapping[str, Any], value: Any) -> bool:
-    """Return whether the error only says that a section or list is not another type that its key allows."""
+    """Return whether the error only says that a section or list lacks another type that its key allows."""
     *_, last = detail["loc"] or ("",)
     return (
         isinstance(detail["input"], dict | list)
@@ -218,9 +213,8 @@ def _problem(
         meaning = f"set it: {field.description}" if field and field.description else ""
         return Problem(full, f"{key} is missing", meaning, missing=True)
     if detail["type"] == "union_tag_not_found":
-        names = [
-            name for kind in _find_owners(model, (*detail["loc"], "")) for name in _selecting_names(kind)
-        ]
+        kinds = _find_owners(model, (*detail["loc"], ""))
+        names = [name for kind in kinds for name in _selecting_names(kind)]
         missing = detail["ctx"]["discriminator"].strip("'")
         return Problem(full, f"{key}.{missing} is missing", f"one of: {', '.join(dict.fromkeys(names))}")
     if detail["type"] == "union_tag_invalid":
@@ -233,11 +227,9 @@ def _problem(
 def _value_problem(detail: dict[str, Any], key: str, full: KeyPath) -> Problem:
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
     message = _YAML_TERMS.get(message, message).replace("be False", "be false")
-    if detail["type"] == "too_short":
-        message = (
-            "is empty" if not detail["input"] else f"needs at least {detail['ctx']['min_length']} entries"
-        )
     given = detail["input"]
+    if detail["type"] == "too_short":
+        message = f"needs at least {detail['ctx']['min_length']} entries" if given else "is empty"
     if isinstance(given, dict | list):
         if detail["type"] == "string_type":
             message = f"should be one text, not a {'list' if isinstance(given, list) else 'section of keys'}"
@@ -252,7 +244,7 @@ def _value_problem(detail: dict[str, Any], key: str, full: KeyPath) -> Problem:
 
 
 def _find_owners(model: type[BaseModel], location: KeyPath) -> list[type[BaseModel]]:
-    """Return the models that the section around the last part of pydantic's location may be."""
+    """Return the possible models of the section around the last part of pydantic's location."""
     kinds = [model]
     for part in location[:-1]:
         named = [kind for kind in kinds if part in (*_selecting_names(kind), kind.__name__)]

@@ -1,4 +1,4 @@
-"""All keys of a recipe, collected from the models that validate it, for the docs and for editors.
+"""Lists all keys of a recipe, from the models that validate it, for the docs and for editors.
 
 `python -m perilune.recipe.reference markdown|schema` prints docs/reference/recipe.md or the JSON schema.
 """
@@ -195,7 +195,7 @@ def _inline_schema(model: type[BaseModel]) -> dict[str, Any]:
         if not isinstance(value, dict):
             return value
         target = str(value.get("$ref", "")).removeprefix("#/$defs/")
-        dropped = {"$ref", "discriminator"}  # the second repeats names of definitions
+        dropped = {"$ref", "discriminator"}  # a discriminator repeats names of definitions
         rest = {key: inline(item) for key, item in value.items() if key not in dropped}
         return inline(definitions[target]) | rest if target else rest
 

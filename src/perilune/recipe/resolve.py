@@ -52,8 +52,8 @@ def resolve(document: Document, folder: Path) -> Recipe:
         folder: base of relative paths in the document.
 
     Raises:
-        RequestError: with the first error by position in the file, and the number of the others. Errors in
-            overrides come first and are counted alone.
+        RequestError: with the first error by position in the file; the other errors are in `others`. If
+            overrides have errors, only these are reported.
     """
     problems: list[Problem] = []
     recipe: Recipe | None = None
@@ -86,10 +86,7 @@ def resolve(document: Document, folder: Path) -> Recipe:
 
 
 def import_environment_registry() -> Any:
-    """Import the registry of environments.
-
-    Imported by name, because the control plane imports this module and must not depend on environments.
-    """
+    """Import by name, because the control plane imports this module and must not depend on environments."""
     return import_module("perilune.environments.core.registry")
 
 
@@ -202,7 +199,7 @@ def _validate_environment(
 def _validate_part(
     part: dict[str, Any], base: Callable[[KeyPath], Path], where: KeyPath, label: str
 ) -> dict[str, Any]:
-    """Validate a part of a mixture: an environment section with keys of its own and, possibly, rewards."""
+    """Validate a part of a mixture: an environment section with the keys of parts and, possibly, rewards."""
     registry = import_environment_registry()
     if part["id"] == registry.MIXTURE:
         remedy = "list its parts in the outer mixture"
@@ -234,11 +231,8 @@ def _validate_stages(
         if stage.name in positions:
             problems.append(Problem((*path, "name"), f"two stages have the name '{stage.name}'"))
         elif stage.name in Recipe.model_fields:
-            problems.append(
-                Problem(
-                    (*path, "name"), f"'{stage.name}' is a key of recipes, so a stage cannot have this name"
-                )
-            )
+            what = f"'{stage.name}' is a key of recipes, so a stage cannot have this name"
+            problems.append(Problem((*path, "name"), what))
         else:
             positions[stage.name] = index
             stages.append(stage)
@@ -293,7 +287,7 @@ def _find_data(name: str, base: Path, path: KeyPath, key: str) -> str:
 def _merge_environment(
     keys: dict[str, Any], environment: Any, base: Callable[[KeyPath], Path], path: KeyPath, label: str
 ) -> dict[str, Any]:
-    """Apply `keys` to `environment` and validate it; empty without keys or a valid environment."""
+    """Apply `keys` to `environment` and validate the result; empty without keys or an environment."""
     if not keys or not (environment or "id" in keys):
         return {}
     merged = ({} if "id" in keys else environment) | keys
@@ -317,9 +311,8 @@ def _check_references(stage: Stage, stages: list[Stage], positions: dict[str, in
         kind = wanted[field]
         fitting = [name for name, output in makes.items() if output == kind]
         key = f"stages.{stage.name}.{field}"
-        choices = (
-            f"one of: {', '.join(fitting)}" if fitting else f"add a stage that makes {describe_kind(kind)}"
-        )
+        makes_kind = f"a stage that makes {describe_kind(kind)}"
+        choices = f"one of: {', '.join(fitting)}" if fitting else f"add {makes_kind}"
         if source == stage.name:
             problems.append(Problem(path, f"{key}: a stage cannot consume itself", choices))
         elif source not in makes:
@@ -329,22 +322,17 @@ def _check_references(stage: Stage, stages: list[Stage], positions: dict[str, in
                 remedy += f"; a file or folder of your own is ./{source}"
             problems.append(Problem(path, what, remedy))
         elif makes[source] != kind:
-            what = f"{key} needs a stage that makes {describe_kind(kind)}, and '{source}' makes"
-            what = f"{what} {describe_kind(makes[source])}"
+            what = f"{key} needs {makes_kind}, and '{source}' makes {describe_kind(makes[source])}"
             problems.append(Problem(path, what, choices))
     return problems
 
 
-_KIND_NAMES = {
-    "preferences": "preference pairs",
-    "reward_model": "a reward model",
-    "utterances": "utterances",
-}
+_KINDS = {"preferences": "preference pairs", "reward_model": "a reward model", "utterances": "utterances"}
 
 
 def describe_kind(kind: str) -> str:
     """Return an output kind in words: "a dataset", "preference pairs"."""
-    return _KIND_NAMES.get(kind, f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}")
+    return _KINDS.get(kind, f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}")
 
 
 def _sort_stages(stages: list[Stage], positions: dict[str, int]) -> list[Stage]:
@@ -369,7 +357,7 @@ def _sort_stages(stages: list[Stage], positions: dict[str, int]) -> list[Stage]:
 
 
 def _find_cycle(waiting: list[Stage]) -> list[str]:
-    """Return the names along a cycle of stages that wait for each other."""
+    """Return the names of stages along a cycle. The first name is also the last."""
     needs = {stage.name: stage.consumes.values() for stage in waiting}
     chain = [waiting[0].name]
     while chain.count(chain[-1]) == 1:

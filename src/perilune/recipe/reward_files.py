@@ -7,14 +7,7 @@ from typing import Any
 
 from perilune.extensions import CodeReference, is_file_reference
 from perilune.frozen import Frozen
-from perilune.recipe.problems import (
-    Problem,
-    ProblemsError,
-    raise_problems,
-    read_text,
-    suggest_name,
-    validate,
-)
+from perilune.recipe.problems import Problem, ProblemsError, raise_problems, read_text, suggest_name, validate
 from perilune.recipe.schema import RewardFunction, Weight, add_rewards
 from perilune.recipe.source import KeyPath
 
@@ -43,7 +36,7 @@ def read_reward_terms(value: Any, base: Callable[[KeyPath], Path], where: KeyPat
     """Validate a `rewards` section, and read the source of its functions.
 
     Args:
-        base: the folder that the path at a key is relative to.
+        base: returns the folder to which the file at a key is relative.
         where: path of the section in the document.
 
     Raises:
@@ -56,7 +49,7 @@ def read_reward_terms(value: Any, base: Callable[[KeyPath], Path], where: KeyPat
 def read_reward_sources(
     terms: Mapping[str, float | RewardFunction], base: Callable[[KeyPath], Path], where: KeyPath
 ) -> dict[str, float | RewardFunction]:
-    """Return the terms, each function of a file with the source text of the file.
+    """Return the terms, with the source text of the file in each function from a file.
 
     Raises:
         ProblemsError: when a file cannot be read, is not Python, or does not define the function.
@@ -71,9 +64,10 @@ def read_reward_sources(
 
 
 def read_source_file(reference: str, base: Path, location: str) -> str:
-    """Return the text of the file of file.py:name (relative to `base`), named outside of a recipe.
+    """Return the text of file.py in the reference "file.py:name" from outside a recipe.
 
     Args:
+        base: folder to which the file is relative.
         location: name of the option or argument in messages.
 
     Raises:
@@ -94,8 +88,8 @@ def read_source_files(
     """Return the keys of a stage with the text of every file that they name.
 
     Args:
-        marks: of the keys that may name code.
-        base: the folder that the path at a key is relative to.
+        marks: the keys that may name code, see `code_fields`.
+        base: returns the folder to which the file at a key is relative.
         where: path of the stage in the document.
 
     Raises:
@@ -120,10 +114,10 @@ def read_source_files(
 
 
 def read_source(reference: str, base: Path, path: KeyPath) -> str:
-    """Return the text of the file of file.py:name.
+    """Return the text of file.py in the reference "file.py:name".
 
     Args:
-        base: folder that the file is relative to.
+        base: folder to which the file is relative.
         path: key of the reference in the document.
 
     Raises:

@@ -1,6 +1,6 @@
 """The typed recipe, with every default filled in.
 
-The task plugin defines the keys of a stage, and the environment those of its section. The rest are here.
+Task plugins define the keys of stages, and environments the keys of their sections. All others are here.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Stage(Frozen):
         name: unique within the recipe.
         spec: the keys of the task plugin, with every default filled in.
         environment: in a loaded recipe, the whole section; empty if the stage uses the recipe's.
-        consumes: key of `spec` to the stage whose output it takes ("model" for the model section).
+        consumes: for keys of `spec`, the stage whose output the key takes ("model": the model section).
     """
 
     name: str = Field(pattern=NAME_PATTERN, description="name of the stage; other stages refer to it")
@@ -162,25 +162,19 @@ class Recipe(Frozen):
         Raises:
             KeyError: when no stage has that name.
         """
-        for stage in self.stages:
-            if stage.name == name:
-                return stage
-        raise KeyError(name)
+        return {stage.name: stage for stage in self.stages}[name]
 
 
 def add_rewards(
     environment: Mapping[str, Any], rewards: Mapping[str, float | RewardFunction]
 ) -> dict[str, Any]:
     """Return the environment section of a job: with the rewards, if there are any."""
-    terms = {
-        name: term.model_dump() if isinstance(term, RewardFunction) else term
-        for name, term in rewards.items()
-    }
-    return {**environment, "rewards": terms} if terms else dict(environment)
+    dumped = {name: term.model_dump() for name, term in rewards.items() if isinstance(term, RewardFunction)}
+    return {**environment, "rewards": {**rewards, **dumped}} if rewards else dict(environment)
 
 
 def _model_section(recipe: Recipe, stage: Stage) -> dict[str, Any]:
-    """Return the model section of a stage's job, with the preset of the new model it descends from."""
+    """Return the model section of a stage's job, with the preset of the new model that it started from."""
     if recipe.model is None:
         return {}
     model = recipe.model.model_dump()
@@ -191,7 +185,7 @@ def _model_section(recipe: Recipe, stage: Stage) -> dict[str, Any]:
 
 
 def build_job(recipe: Recipe, stage: Stage) -> Job:
-    """Build the job of one stage, without its inputs, which exist once the consumed stages have finished."""
+    """Build the job of one stage, without inputs: they exist once the consumed stages have finished."""
     model = _model_section(recipe, stage)
     plugin = load_plugin(stage.task)
     resources = resources_of(plugin, recipe.resources)

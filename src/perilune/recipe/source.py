@@ -1,8 +1,7 @@
 """Reads YAML and records the line of every value.
 
-Accepts only what JSON can express: mappings with text keys, lists, text, numbers, true, false and null.
-Words such as `yes` and `no` are text. Aliases, merge keys and tags are refused, so a small file stays a small
-document.
+Accepts only values of JSON: mappings with text keys, lists, text, numbers, true, false and null. Words such
+as `yes` and `no` are text. Aliases, merge keys and tags are refused, so a small file stays a small document.
 """
 
 import json
@@ -26,23 +25,23 @@ _TOO_DEEP = "sections are nested too deeply"
 
 @dataclass
 class Document:
-    """A value, and the source of every path inside it ("recipe.yaml:12" or "--set seed=1")."""
+    """A value, and the location of every path inside it ("recipe.yaml:12" or "--set seed=1")."""
 
     value: Any
     locations: dict[KeyPath, str] = field(default_factory=dict)
 
     def locate(self, path: Sequence[str | int]) -> str:
-        """Return the source of the value at `path`, or of the closest section around it."""
+        """Return the location of the value at `path`, or of the closest section around it."""
         for length in range(len(path), -1, -1):
             if (location := self.locations.get(tuple(path[:length]))) is not None:
                 return location
         return ""
 
     def set(self, path: KeyPath, value: Any, location: str) -> None:
-        """Replace the value at `path`, and create missing sections on the way.
+        """Replace the value at `path`, and create missing sections on the path.
 
         Raises:
-            RequestError: when something on the way is not a section.
+            RequestError: when a value on the path is not a section.
         """
         walk: list[Any] = [self.value]
         for depth, key in enumerate(path):
@@ -75,7 +74,7 @@ def parse_yaml(text: str, name: str) -> Document:
     """Parse the YAML in `text`; `name` is its name in messages.
 
     Raises:
-        RequestError: when it is too large, malformed, or contains what JSON cannot express.
+        RequestError: when the text is too large or malformed, or has a value that JSON cannot express.
     """
     require_characters(text, name)
     if len(text.encode()) > MAX_BYTES:
@@ -99,7 +98,7 @@ def parse_yaml(text: str, name: str) -> Document:
 
 
 def require_characters(text: str, where: str) -> None:
-    """Refuse half a surrogate pair, which no file and no JSON can hold."""
+    """Raise RequestError for half a surrogate pair, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -139,7 +138,7 @@ for _kind, _pattern, _first in (
 
 
 def _build(node: yaml.Node, path: KeyPath, name: str, locations: dict[KeyPath, str]) -> Any:
-    """Return the value of `node`, and record the source of every path inside it in `locations`."""
+    """Return the value of `node`, and record the location of every path inside it in `locations`."""
     locations.setdefault(path, _location(node, name))
     if isinstance(node, yaml.ScalarNode):
         return _scalar(node, path, name)

@@ -1,4 +1,4 @@
-"""Turns the files that a job names into inputs of its bundle."""
+"""Makes the files that a job names inputs of its bundle."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from perilune.recipe.resolve import import_environment_registry
 def stage_files(job: Job) -> tuple[Job, dict[str, Path]]:
     """Add the files that a job names to its inputs; return the job and the paths to copy them from.
 
-    In the returned job, the keys contain the paths in the bundle, which are the same on every machine.
+    In the returned job, the keys have the paths in the bundle, which are the same on every machine.
     """
     job, tasks = _stage_environments(job)
     job, data = _stage_data(job)
@@ -39,7 +39,7 @@ def _stage_data(job: Job) -> tuple[Job, dict[str, Path]]:
 
 
 def _stage_environments(job: Job) -> tuple[Job, dict[str, Path]]:
-    """Stage the files of the job's environment, and of those that its spec names."""
+    """Stage the files of the job's environment, and of the environments in its spec."""
     registry = import_environment_registry()
     parts, references = {"environment": job.environment, "spec": job.spec}, list(job.inputs)
     sections = {"environment": job.environment}

@@ -14,10 +14,10 @@ BPE_TOKENS = 2048  # default of vocab_size
 
 
 def choose_tokenizer(recipe: Recipe) -> Recipe:
-    """Choose the tokenizer of the new model of a recipe. Keeps `characters` if it has all characters.
+    """Choose the tokenizer of the new model of a recipe: `characters` if it has all characters of the texts.
 
     Raises:
-        ProblemsError: when the recipe says `characters`, and a text has another one.
+        ProblemsError: when the recipe sets `characters`, and a text has another character.
     """
     model = recipe.model
     if model is None or model.preset is None or model.tokenizer == "bytes":
@@ -35,12 +35,10 @@ def choose_tokenizer(recipe: Recipe) -> Recipe:
 
 
 def find_foreign_character(recipe: Recipe) -> str | None:
-    """Describe the first character that the character tokenizer lacks, and its location; None without."""
+    """Describe the first character that the character tokenizer lacks, and its location, if there is one."""
+    module = _import_texts()
     for texts in _iterate_texts(recipe):
-        found: str | None = _import_texts().find_missing_character(
-            texts, _import_texts().find_foreign_character
-        )
-        if found is not None:
+        if (found := module.find_missing_character(texts, module.find_foreign_character)) is not None:
             return f"characters has {found}"
     return None
 
