@@ -174,7 +174,7 @@ def add_rewards(
 
 
 def _model_section(recipe: Recipe, stage: Stage) -> dict[str, Any]:
-    """Return the model section of a stage's job, with the preset of the new model that it started from."""
+    """Return the model section of a stage's job, with the preset of the model from which training started."""
     if recipe.model is None:
         return {}
     model = recipe.model.model_dump()
