@@ -178,7 +178,7 @@ def test_damaged_suite_is_refused(tapes: list[Cassette], tmp_path: Path) -> None
     path = suite.root / "cassettes" / f"{digest}.json"
     original = path.read_text()
     for text, problem in (
-        (original.replace('"reward":1.0', '"reward":0.0'), "not the one that its name states"),
+        (original.replace('"reward":1.0', '"reward":0.0'), "the digest of the file is not its name"),
         (json.dumps({**json.loads(original), "more": 1}), "more"),
         ("[", "suite"),
     ):
