@@ -17,9 +17,9 @@ ServerToken = Annotated[
 ]
 """Type of a field of settings that names the token of a server."""
 MAX_SERVER_TEMPERATURE = 2.0  # that OpenAI's API, vLLM and `perilune serve` accept
-_MAX_RETRY_DELAY_S = 30.0  # seconds between two attempts
+_MAX_RETRY_DELAY_S = 30.0
 _RETRY_STATUSES = frozenset({429, 502, 503, 504})
-_MAX_ANSWER_BYTES = 256 << 20  # in one answer
+_MAX_ANSWER_BYTES = 256 << 20
 
 
 class ServerError(Exception):
@@ -47,7 +47,7 @@ class JsonClient:
         token: bearer token. No message contains it.
         timeout: seconds to wait for one answer.
         connections: maximum number of concurrent requests.
-        attempts: requests to a server that is busy or does not answer.
+        attempts: maximum number of tries while the server is busy or does not answer.
 
     Raises:
         RequestError: when the URL is invalid, or httpx is not installed.
@@ -124,11 +124,15 @@ def parse_server_url(url: str) -> str:
     """Return the URL without a trailing /v1.
 
     Raises:
-        RequestError: when it is not http or https, has no host, or holds a password.
+        RequestError: when it is malformed, is not http or https, or contains a password.
     """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise RequestError(f"{url!r} is not the URL of a server", remedy="http://HOST:PORT/v1")
+    try:
+        parts = urlsplit(url)
+        is_valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a malformed host or port
+        is_valid = False
+    if not is_valid or parts.query or parts.fragment:
+        raise RequestError(f"{url!r} is not the URL of a server", remedy="use the form http://HOST:PORT/v1")
     if parts.username or parts.password:
         raise RequestError(
             "the URL contains a password, which would be written to files",

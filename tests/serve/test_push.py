@@ -123,9 +123,19 @@ def test_push_resumes_interrupted_transfer(
 
 
 def test_push_reports_unreachable_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("perilune.weights.push.time.sleep", lambda seconds: None)
+    waits: list[float] = []
+    monkeypatch.setattr("perilune.weights.push.time.sleep", waits.append)
     with pytest.raises(WorkFailedError, match="does not answer"):
         find_server("http://127.0.0.1:9", None)
+    assert len(waits) == push._MAX_ATTEMPTS - 1  # no wait after the last attempt
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "http://[::1", "http://host:port", "http://user:password@127.0.0.1:9"]
+)
+def test_push_refuses_malformed_url_without_a_request(url: str) -> None:
+    with pytest.raises(RequestError, match=r"is not the URL of a server|contains a password"):
+        find_server(url, None)
 
 
 def test_server_refuses_malformed_weight_uploads(server: Served, tmp_path: Path) -> None:

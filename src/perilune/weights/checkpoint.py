@@ -17,20 +17,20 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_tensors(folder: Path, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Read the tensors of the checkpoint in `folder` that a server needs.
+    """Read the tensors of a server's model from the checkpoint in `folder`, in the server's dtypes.
 
     Args:
-        wanted: dtype and shape of each tensor that the server has.
+        wanted: "dtype" and "shape" of each tensor of the server by name, as GET /v1/weights reports them.
 
     Raises:
-        RequestError: when the checkpoint lacks a tensor of the server, or has it in another shape or as
-            integers, or when the server reports a dtype other than float32 or bfloat16.
+        RequestError: when a tensor is missing, has another shape or is stored as integers, or when the
+            server's dtype is neither float32 nor bfloat16.
     """
     stored = unquantized_tensors(CheckpointFolder(folder))
     for name, form in wanted.items():
         if name not in stored or list(stored[name].shape) != form["shape"]:
             raise RequestError(
-                f"this checkpoint has no tensor {name} of shape {form['shape']}, and the server's model has",
+                f"this checkpoint has no tensor {name} of shape {form['shape']}, but the server's model has",
                 where=str(folder),
                 remedy="push a checkpoint of the model that the server runs",
             )

@@ -52,11 +52,11 @@ class Update:
     """An update that was written.
 
     Attributes:
-        version: policy version after it.
+        version: policy version of the weights after the update.
         rewritten: names of the tensors that are sent whole.
         named: names of all tensors in the update, whole or as a delta.
         base, result: digests of the tensors that the receiver must have, and of all tensors afterwards.
-        changed: share of the values that differ from the previous version; 1 where that is unknown.
+        changed: share of the values that changed; a tensor whose changes are unknown counts as changed.
         bytes: size of the file.
     """
 
@@ -86,7 +86,7 @@ class WeightWriter:
         self._mode = mode
         self._digests: dict[str, str] = {}
         self._until_full_update = 0
-        self._bytes_written = 0  # bytes since all tensors were sent whole
+        self._bytes_written = 0  # since all tensors were sent whole
 
     def write(
         self, path: Path, state: Mapping[str, Tensor], version: int, changed: ChangeFinder | None = None
@@ -94,8 +94,8 @@ class WeightWriter:
         """Write the tensors that differ from those of the last update, as a new file at `path`.
 
         Args:
-            state: all tensors, or those that may have changed.
-            changed: finds the changed entries; without it tensors are sent whole.
+            state: tensors by name: all, or those that may have changed.
+            changed: finds the changed entries of a tensor; None sends tensors whole.
         """
         full = _size(state.values())
         full_update = self._until_full_update == 0 or self._bytes_written >= full
@@ -141,10 +141,7 @@ class CopyComparison:
         self._copies: dict[str, NDArray[Any]] = {}
 
     def __call__(self, name: str, flat: Tensor) -> NDArray[np.int64] | None:
-        """Return the positions at which a flat tensor differs from the copy, and update the copy.
-
-        Returns None for the first tensor of a name.
-        """
+        """Update the copy and return the positions that changed; None for the first tensor of a name."""
         bits = _as_integers(flat)
         before = self._copies.get(name)
         if before is None:
@@ -159,10 +156,10 @@ class BoundsComparison:
     """A finder of changed entries that uses bounds of the earlier values instead of a copy.
 
     An entry has not changed if both bounds round to its current value. Rounding is monotonic, so no change is
-    missed. Entries whose bounds round differently are sent although they may be equal.
+    missed. An unchanged entry whose bounds round differently is sent needlessly.
 
     Args:
-        bounds: lower and upper bounds of a named tensor's values before, in full precision.
+        bounds: returns the lower and upper bounds of a named tensor's earlier values, in full precision.
     """
 
     def __init__(self, bounds: Callable[[str], tuple[Tensor, Tensor]]) -> None:
@@ -182,8 +179,8 @@ class WeightReader:
         dtypes: dtypes in which tensors are sent, where they differ from those of the receiver.
 
     Attributes:
-        version: of the last update that was committed, -1 before the first.
-        result: digest of all tensors after it.
+        version: policy version of the last committed update; -1 before the first.
+        result: digest of all tensors after that update.
     """
 
     def __init__(self, dtypes: Mapping[str, torch.dtype] = {}) -> None:
@@ -200,7 +197,7 @@ class WeightReader:
         self.version, self.result = version, combine_digests(self._digests)
 
     def read(self, path: Path, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Read new tensors by name, in the dtypes that are sent. Call `commit` when they are loaded.
+        """Return the new tensors by name, in the dtypes that are sent. Call `commit` when they are loaded.
 
         Args:
             held: all tensors of the receiver, with the values of the last commit.
@@ -255,13 +252,13 @@ def tensor_digest(tensor: Tensor) -> str:
 
 
 def combine_digests(digests: Mapping[str, str]) -> str:
-    """Return the digest of named tensors from their digests; empty for none."""
+    """Combine the digests of named tensors into one digest; "" without tensors."""
     lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
     return xxhash.xxh3_128_hexdigest(lines.encode()) if digests else ""
 
 
 def _encode_changes(name: str, flat: Tensor, positions: NDArray[np.int64]) -> dict[str, Tensor]:
-    """Return the parts of a delta: the values at the ascending positions, and the gaps between these."""
+    """Return the parts of a delta: the values at ascending positions, and the gaps between the positions."""
     gaps = np.diff(positions, prepend=-1) - 1
     widest = int(gaps.max(initial=0))
     kind = next(kind for kind, width in GAPS.items() if widest <= np.iinfo(width).max)
@@ -278,11 +275,7 @@ def _encode_changes(name: str, flat: Tensor, positions: NDArray[np.int64]) -> di
 def _decode_update(
     parts: dict[str, Tensor], held: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], path: Path
 ) -> dict[str, Tensor]:
-    """Return the new tensors by name.
-
-    Raises:
-        RequestError: when a part does not fit `held`.
-    """
+    """Return the new tensors by name, as `WeightReader.read`."""
 
     def refuse(problem: str) -> RequestError:
         return RequestError(problem, where=str(path), remedy="send a full update of this model")
@@ -344,7 +337,7 @@ def _read_metadata(metadata: Mapping[str, str] | None, path: Path) -> Mapping[st
 
 
 def _save(parts: Mapping[str, Tensor], path: Path, about: Mapping[str, str]) -> None:
-    """Write the file at `path` under another name first, so that it is complete when it appears."""
+    """Write a file under another name and rename it to `path`, so that readers find only complete files."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         save_file(dict(parts), temporary, {"format": FORMAT, **about})

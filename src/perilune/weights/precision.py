@@ -1,4 +1,4 @@
-"""The precision in which an engine keeps the weights of a decoder, and in which they are sent."""
+"""The dtypes in which an engine keeps the weights of a decoder, and in which a learner sends them."""
 
 import torch
 
@@ -7,10 +7,10 @@ from perilune.models.decoder import Decoder
 
 
 def engine_dtypes(decoder: Decoder) -> dict[str, torch.dtype]:
-    """Return the dtypes by name of the tensors that an engine rounds when it copies the decoder's weights.
+    """Return the dtype of each tensor that an engine rounds when it copies the decoder's weights, by name.
 
-    With bfloat16 products these are the matrices and the embeddings, in bfloat16. An engine rounds
-    the sum of a base and its adapter, so with an adapter neither is rounded before it is sent.
+    With bfloat16 products these tensors are the matrices and the embeddings. An engine rounds the sum of a
+    base and its adapter, so with an adapter no tensor is rounded before it is sent.
     """
     if decoder.precision != "bfloat16" or adapter_pairs(decoder):
         return {}

@@ -15,6 +15,7 @@ import httpx
 from perilune.errors import RequestError, WorkFailedError
 from perilune.files import read_json, sha256_file
 from perilune.models.adapters.files import CONFIG
+from perilune.servers import parse_server_url
 from perilune.weights.checkpoint import load_tensors
 from perilune.weights.delta import CopyComparison, Update, WeightWriter
 
@@ -43,10 +44,9 @@ class PushResult:
 
 
 class WeightServer(ABC):
-    """A server that can get new weights, and free its memory in between.
+    """A server that can load new weights.
 
-    Only `perilune serve --control`, vLLM with --enable-sleep-mode, and SGLang with --enable-memory-saver can
-    sleep.
+    `perilune serve --control`, vLLM with --enable-sleep-mode and SGLang with --enable-memory-saver can sleep.
     """
 
     def __init__(self, http: _Http) -> None:
@@ -82,8 +82,8 @@ class WeightServer(ABC):
         """Make the server use the checkpoint in `folder`.
 
         Args:
-            base: the checkpoint of the server, to send only changes. Otherwise all values are sent.
-            report: called with the number of received bytes, and the total.
+            base: the checkpoint that the server has, to send only changes; None to send all values.
+            report: called with the number of bytes that the server has received, and the total.
 
         Raises:
             RequestError, WorkFailedError: when the server does not load the weights.
@@ -94,8 +94,8 @@ def find_server(url: str, token: str | None) -> WeightServer:
     """Return a client for the server at `url`, whose list of models names the program.
 
     Raises:
-        RequestError: when the server is not Perilune, vLLM or SGLang, or refuses the token.
-        WorkFailedError: when it does not answer.
+        RequestError: when `url` is malformed, or the server is another program or refuses the token.
+        WorkFailedError: when the server does not answer.
     """
     http = _Http(url, token)
     cards = http.json("GET", "/v1/models").get("data") or [{}]
@@ -112,7 +112,7 @@ def find_server(url: str, token: str | None) -> WeightServer:
 
 
 class PeriluneServer(WeightServer):
-    """A Perilune server. It receives one file, with its own dtypes; an interrupted transfer resumes."""
+    """A Perilune server. It receives one file in the dtypes of its model; an interrupted transfer resumes."""
 
     def push(self, folder: Path, base: Path | None, report: Callable[[int, int], None]) -> PushResult:
         began = time.monotonic()
@@ -155,7 +155,7 @@ class PeriluneServer(WeightServer):
             state = self._http.json("GET", "/v1/weights")
             if state["digest"] != result:
                 raise
-            return state  # an earlier attempt, whose response was lost, has applied the file
+            return state  # an earlier request, whose response was lost, has applied the file
 
     def _send_chunk(self, path: Path, digest: str, first: int, chunk: int, total: int) -> int:
         with path.open("rb") as file:
@@ -210,11 +210,10 @@ class FolderServer(WeightServer):
 
 
 class VLLMServer(FolderServer):
-    """A vLLM server with VLLM_SERVER_DEV_MODE=1.
+    """A vLLM server with VLLM_SERVER_DEV_MODE=1, or for adapters with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True.
 
-    Requests in flight are paused, not dropped. They continue with the new weights on their old keys and
-    values, which later requests do not reuse. An adapter replaces the one with the folder's name without a
-    pause, and needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=True instead.
+    Requests in flight are paused and continue with the new weights on their old KV cache, which later
+    requests do not reuse. A new adapter replaces the adapter with the folder's name, without a pause.
     """
 
     name = "vLLM"
@@ -235,7 +234,7 @@ class VLLMServer(FolderServer):
             found = self._http.json("GET", "/server_info?config_format=json").get("vllm_config")
         except RequestError:  # older versions of vLLM do not describe themselves
             return
-        config = found if isinstance(found, dict) else {}  # in some versions it is a text
+        config = found if isinstance(found, dict) else {}  # a text in some versions of vLLM
         if config.get("device_config", {}).get("device") == "cpu":
             raise RequestError(
                 "vLLM on a CPU would keep the old output weights of this model (tied embeddings)",
@@ -258,8 +257,8 @@ class VLLMServer(FolderServer):
 class SGLangServer(FolderServer):
     """An SGLang server.
 
-    Requests in flight continue with the new weights after their prompts and tokens were computed again.
-    Asleep, it keeps no copy of the weights.
+    Requests in flight continue with the new weights, which first recompute their KV cache. While the server
+    sleeps, it keeps no copy of the weights.
     """
 
     name = "SGLang"
@@ -302,7 +301,7 @@ class _Http:
     """Requests to one server."""
 
     def __init__(self, url: str, token: str | None) -> None:
-        self._url = url.rstrip("/").removesuffix("/v1").rstrip("/")
+        self._url = parse_server_url(url)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._client = httpx.Client(
             base_url=self._url,
@@ -311,20 +310,20 @@ class _Http:
         )
 
     def json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the answer to a request, which is repeated while the server is unreachable.
+        """Return the answer to a request. Repeats the request while the server is unreachable.
 
         Raises:
             RequestError, WorkFailedError: as `exchange`, and when the server stays unreachable.
         """
         for attempt in range(_MAX_ATTEMPTS):
+            if attempt:
+                time.sleep(min(0.05 * 2**attempt, _MAX_WAIT_S))
             try:
                 return self.exchange(method, path, body)
             except httpx.TransportError as error:
                 message = f"the server does not answer: {error}"
-                time.sleep(min(0.1 * 2**attempt, _MAX_WAIT_S))
-        raise WorkFailedError(
-            message, where=self._url, remedy="check the address, and whether the server runs"
-        )
+        remedy = "check the address, and whether the server runs"
+        raise WorkFailedError(message, where=self._url, remedy=remedy)
 
     def post(self, path: str, body: dict[str, Any]) -> None:
         """Send one request, without repeating it: the server may have carried it out.
