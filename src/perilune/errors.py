@@ -49,8 +49,6 @@ class UnknownNameError(RequestError):
 class WorkFailedError(PeriluneError, RuntimeError):
     """The request is valid, but the work failed. Exit code 1."""
 
-    exit_code = 1
-
 
 class UserInterruptError(PeriluneError):
     """The user pressed Ctrl-C. Exit code 130, as shells report it."""
@@ -64,13 +62,10 @@ class ProcessLostError(WorkFailedError):
 
 @contextmanager
 def requires_extra(extra: str, what: str, *, where: str = "") -> Iterator[None]:
-    """Turn an ImportError in the block into an error that names the extra to install.
+    """Turn an ImportError in the block into a RequestError that says how to install the extra.
 
     Args:
-        extra: the extra of Perilune that has the package.
-
-    Raises:
-        RequestError: a package is missing; `what` and `where` are those of the error.
+        what, where: message and place of the error.
     """
     try:
         yield

@@ -69,24 +69,21 @@ def load_extension(reference: str, source: str | None, group: str, where: str) -
         where: key of the recipe, for errors.
 
     Raises:
-        RequestError: when it cannot be loaded, with the cause and the line of the file.
+        RequestError: when loading fails. The message has the cause and the line of the file.
     """
     file, _, name = reference.rpartition(":")
     try:
         if is_file_reference(reference):
             if source is None:
-                raise RequestError(
-                    "the text of the file is missing", where=where, remedy="name the file in a recipe"
-                )
+                what = f"the text of {file} is missing"
+                raise RequestError(what, where=where, remedy="name the file in a recipe")
             return getattr(_execute_file(file, source), name)
         if file:
             return getattr(import_module(file), name)
         return load_entry_point(group, reference)
-    except RequestError:
+    except (RequestError, KeyboardInterrupt):
         raise
     except BaseException as error:  # user code may even exit
-        if isinstance(error, KeyboardInterrupt):
-            raise
         line = next((f":{f.lineno}" for f in reversed(_stack_frames(error)) if f.filename == file), "")
         raise RequestError(
             f"cannot load {file or reference}{line}: {type(error).__name__}: {error}",
@@ -99,7 +96,7 @@ def load_entry_point(group: str, name: str) -> Any:
     """Load the object that an installed package registers as `name`.
 
     Raises:
-        LookupError: no package does, or several do.
+        LookupError: when no package or several packages register it.
     """
     points = tuple(entry_points(group=group, name=name))
     if len(points) != 1:
@@ -115,7 +112,7 @@ def _stack_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 @cache
 def _execute_file(file: str, source: str) -> ModuleType:
-    """Return the module that the text of a file defines, under a name that is unique to the text."""
+    """Return the module that `source` defines. Its name contains a digest of path and text."""
     digest = hashlib.sha256(f"{file}\0{source}".encode()).hexdigest()
     module = ModuleType(f"perilune_user_{digest[:16]}")
     module.__file__ = file

@@ -124,9 +124,7 @@ def sha256_file(path: Path) -> str:
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
-    """Write `path` atomically: readers and crashes see either the old or the new file.
-
-    Temporary name in the same directory, fsync, rename, fsync of the directory.
+    """Write `path` atomically and durably: readers and crashes see either the old or the new file.
 
     Raises:
         IsADirectoryError: when the path is a directory.
@@ -173,13 +171,10 @@ def is_inside_root(path: str) -> bool:
 
 
 def open_inside(root: Path, path: Path) -> BinaryIO:
-    """Open the regular file `path` inside the folder `root` for reading.
-
-    No part of the path below `root` may be a symbolic link, so the path cannot be redirected between a check
-    and this call.
+    """Open the regular file `path` inside the folder `root` for reading, without following symbolic links.
 
     Raises:
-        OSError: when the path is missing, has a link, or is not a regular file.
+        OSError: when the path is missing, has a link below `root`, or is not a regular file.
     """
     descriptor = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -228,7 +223,7 @@ def read_regular(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
 
 
 def finite_number(value: object) -> float | None:
-    """`value` as a float; None if it is no number, not finite, or an integer beyond the range of floats."""
+    """Return `value` as a float; None if it is not a number, not finite, or an integer beyond the floats."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -241,7 +236,7 @@ def read_json(path: Path) -> Any:
     """Read a JSON file.
 
     Raises:
-        RequestError: when it is missing, not a regular file, or malformed, naming file and line.
+        RequestError: as `read_regular` and `parse_json`.
     """
     return parse_json(read_regular(path), path)
 
@@ -250,7 +245,7 @@ def parse_json(data: bytes, path: Path) -> Any:
     """Return the JSON value in the content of the file `path`.
 
     Raises:
-        RequestError: when it is malformed, naming file and line.
+        RequestError: when it is malformed. The message names file and line.
     """
     try:
         return json.loads(data)
@@ -271,7 +266,7 @@ def extract_archive(archive: tarfile.TarFile, root: Path) -> None:
     """Extract a tar archive below `root`. Refuses devices, and members that lead outside of `root`.
 
     Raises:
-        RequestError: naming the member.
+        RequestError: when a member is refused. The message names it.
     """
     if not hasattr(tarfile, "data_filter"):  # before Python 3.11.4
         for member in archive.getmembers():
@@ -307,7 +302,11 @@ def append_json_line(path: Path, value: Any) -> None:
 
 
 def read_json_lines(path: Path) -> Iterator[Any]:
-    """Yield the complete lines of a JSON Lines file; skips an incomplete last line."""
+    """Yield the values in a JSON Lines file, except for an incomplete last line; nothing without a file.
+
+    Raises:
+        RequestError: when a line is malformed. The message names file and line.
+    """
     if not path.exists():
         return
     with open_regular(path) as file:

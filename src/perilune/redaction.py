@@ -178,6 +178,7 @@ def redact_text(text: str) -> str:
 
 
 def redact_document(value: Any) -> Any:
+    """Redact the values of all known secrets in the keys and strings of a JSON value."""
     if not KNOWN_SECRETS or not KNOWN_SECRETS.find_spans(json.dumps(value, default=str).encode()):
         return value
     return _redact_value(value)

@@ -22,7 +22,7 @@ _STDERR = 2
 
 
 def write_stacks_to(directory: Path) -> None:
-    """Write the stacks of a later stall to `directory`/stacks.txt. Creates the file empty."""
+    """Write the stacks of a later stall to `directory`/stacks.txt too. Creates the file empty."""
     Watchdog.stacks = os.open(directory / STACKS_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
 
@@ -61,7 +61,7 @@ class Watchdog:
         """Extend the deadline. Cheap enough to call for every token."""
         now = time.monotonic()
         self._deadline = now + self._seconds
-        if now - self._armed >= 1:  # it starts a thread
+        if now - self._armed >= 1:  # arming starts a thread, which is too costly for every token
             self._armed = now
             faulthandler.dump_traceback_later(self._seconds + GRACE_SECONDS, exit=True, file=self.stacks)
 

@@ -93,7 +93,7 @@ def test_report_includes_forgetting(tmp_path: Path) -> None:
     assert (entry.stage, entry.note) == ("rl", "Warning: the perplexity rose.")
     assert entry.rows[0] == ("perplexity of English text", "20.00", "25.00", "+25.0%")
     assert "Warning: the perplexity rose." in data.training[-1].description
-    assert "bits per byte of it" in render_report(data)
+    assert "bits per byte of English text" in render_report(data)
 
 
 def test_report_omits_sections_without_data(tmp_path: Path) -> None:

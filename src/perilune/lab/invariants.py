@@ -23,7 +23,7 @@ FINAL_EVENTS = tuple(f"run.{state.value}" for state in RunState if state.is_term
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One invariant: its name, what it says, and one sentence for each violation."""
+    """The check of one invariant: its name, its statement, and one sentence for each violation."""
 
     name: str
     says: str

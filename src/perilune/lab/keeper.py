@@ -13,7 +13,7 @@ from perilune.execution.processes import Presence, ProcessIdentity, die_with_par
 from perilune.execution.providers.fake.machines import Machine
 
 POLL_SECONDS = 0.5
-POWER_OFF_ROUNDS = 6  # several, because the cloud's server may create a machine while it shuts down
+POWER_OFF_ROUNDS = 6  # the cloud's server may create a machine while it shuts down
 
 
 def end_machines(cloud: Path) -> None:
@@ -23,7 +23,7 @@ def end_machines(cloud: Path) -> None:
 
 
 def main() -> None:
-    """Run one of the two modes."""
+    """Run the mode that the command line names."""
     mode, owner = sys.argv[1], int(sys.argv[2])
     if mode == "reconcile":
         die_with_parent(owner)

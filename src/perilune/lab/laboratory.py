@@ -1,7 +1,7 @@
 """Submits short runs on rented machines of the fake cloud, and injects failures.
 
 The ordinary control plane, `perilune reconcile --watch` in its own process, must recover from them. The lab
-kills that process at random, too.
+also kills the control plane at random.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
-from sqlalchemy import Select, func, select
+from sqlalchemy import func, select
 
 from perilune.bundle.freeze import freeze
 from perilune.bundle.job import Job, Resources
@@ -58,7 +58,7 @@ class Plan:
     Attributes:
         weather: rates of the cloud's failures.
         seed: of the lab's own random decisions.
-        at_once: number of live runs.
+        at_once: number of runs that the lab keeps unfinished at a time.
         step_seconds: duration of each of the `STEPS` steps of a run.
         kills: expected kills of the control process per minute. The cloud's server is killed half as often.
     """
@@ -153,18 +153,20 @@ class Laboratory:
         server.stop(self._server)
         calm = Weather(seed=self.plan.seed, visibility_seconds=self.plan.weather.visibility_seconds)
         self._server = server.start(self.cloud.folder, calm)
-        self.plan = Plan(calm, self.plan.seed, self.plan.at_once, self.plan.step_seconds, kills=0.0)
+        self.plan = replace(self.plan, weather=calm, kills=0.0)
 
     def snapshot(self) -> Snapshot:
         with self.control.store.snapshot() as session:
             runs, attempts, machines = (
-                dict(session.execute(_count_by_state(table)).all()) for table in (Run, Attempt, Machine)
+                dict(session.execute(select(table.state, func.count()).group_by(table.state)).all())
+                for table in (Run, Attempt, Machine)
             )
             cost = sum(accrued_cost(machine) for machine in session.scalars(select(Machine)))
         elapsed = time.monotonic() - self._started_at
         return Snapshot(elapsed, runs, attempts, machines, dict(self.count_faults()), cost)
 
     def count_faults(self) -> Counter[str]:
+        """Count the injected faults by kind: those of the cloud, and the kills by the lab."""
         lines = read_json_lines(self.cloud.folder / "faults.jsonl")
         return Counter(line["fault"] for line in lines) + self.injected
 
@@ -186,9 +188,7 @@ class Laboratory:
 
     def template(self) -> Template:
         """Return the template of the runs: a machine of the fake cloud that uses this Python."""
-        paths = [
-            str(Path(path).absolute()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path
-        ]
+        paths = [str(Path(p).absolute()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
         environment = {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
         site = Site(python=sys.executable, installed=True, environment=environment)
         target = RentedTarget(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
@@ -231,7 +231,3 @@ class Laboratory:
             return dict(self.cloud.call("GET", "/bill"))
         except PeriluneError:
             return {}
-
-
-def _count_by_state(table: type[Run | Attempt | Machine]) -> Select[str, int]:
-    return select(table.state, func.count()).group_by(table.state)

@@ -30,10 +30,7 @@ class Interval(NamedTuple):
 
 
 def bootstrap_problems(
-    values: Sequence[float] | NDArray[np.float64],
-    *,
-    seed: int = 0,
-    resamples: int = RESAMPLES,
+    values: Sequence[float] | NDArray[np.float64], *, seed: int = 0, resamples: int = RESAMPLES
 ) -> Interval:
     """Return the mean over problems, with the percentile interval over resampled sets of problems.
 
@@ -48,19 +45,24 @@ def bootstrap_problems(
     if figures.ndim != 1 or len(figures) == 0:
         raise RequestError("there are no problems to average over")
     if not np.isfinite(figures).all():
-        raise RequestError(f"problem {int(np.flatnonzero(~np.isfinite(figures))[0])} has no finite figure")
+        raise RequestError(f"the value of problem {int(np.argmin(np.isfinite(figures)))} is not finite")
     drawn = draw_problems(len(figures), resamples, seed)
     means = np.concatenate([figures[indices].mean(axis=1) for indices in drawn])
-    low, high = np.quantile(means, [(1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2])
-    return Interval(float(figures.mean()), float(low), float(high))
+    return percentile_interval(float(figures.mean()), means)
+
+
+def percentile_interval(mean: float, resampled: Sequence[float] | NDArray[np.float64]) -> Interval:
+    """Return `mean` with the 95% percentile interval of the resampled values, [N]."""
+    low, high = np.quantile(resampled, [(1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2])
+    return Interval(mean, float(low), float(high))
 
 
 def draw_problems(problems: int, resamples: int, seed: int) -> Iterator[NDArray[np.int64]]:
-    """Yield resampled sets of problems as indices int64[N, problems], `resamples` in all, in small parts."""
+    """Yield `resamples` resampled sets of problems, in blocks of indices int64[N, problems]."""
     rng = np.random.default_rng(seed)
-    at_once = max(1, _CHUNK_INDICES // problems)
-    for done in range(0, resamples, at_once):
-        yield rng.integers(problems, size=(min(at_once, resamples - done), problems))
+    block = max(1, _CHUNK_INDICES // problems)
+    for done in range(0, resamples, block):
+        yield rng.integers(problems, size=(min(block, resamples - done), problems))
 
 
 def bootstrap_ratio(parts: Sequence[float], wholes: Sequence[float], *, seed: int = 0) -> Interval:
@@ -80,8 +82,7 @@ def bootstrap_ratio(parts: Sequence[float], wholes: Sequence[float], *, seed: in
         raise RequestError("a ratio needs problems, each with a finite part and a finite, positive whole")
     drawn = draw_problems(len(below), RESAMPLES, seed)
     ratios = np.concatenate([above[rows].sum(axis=1) / below[rows].sum(axis=1) for rows in drawn])
-    low, high = np.quantile(ratios, [(1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2])
-    return Interval(float(above.sum() / below.sum()), float(low), float(high))
+    return percentile_interval(float(above.sum() / below.sum()), ratios)
 
 
 def paired_difference(before: Mapping[str, float], after: Mapping[str, float], *, seed: int = 0) -> Interval:

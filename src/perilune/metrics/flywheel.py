@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from perilune.errors import RequestError
-from perilune.metrics.across_seeds import CONFIDENCE_LEVEL
-from perilune.metrics.bootstrap import Interval, draw_problems
+from perilune.metrics.bootstrap import Interval, draw_problems, percentile_interval
 
 _RESAMPLES = 2000
 
@@ -58,8 +57,7 @@ def gain_interval(rounds: Sequence[Mapping[str, float]], *, seed: int = 0) -> In
     drawn = draw_problems(len(names), _RESAMPLES, seed)
     resampled = [gain for rows in drawn for gain in gains(rates[:, rows].mean(axis=2))]
     (mean,) = gains(rates.mean(axis=1, keepdims=True))
-    low, high = np.quantile(resampled, [(1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2])
-    return Interval(mean, float(low), float(high))
+    return percentile_interval(mean, resampled)
 
 
 def likelihood_ratio(kept_right: int, right: int, kept_wrong: int, wrong: int) -> Interval:

@@ -29,20 +29,12 @@ def forgetting_rows(found: Mapping[str, Any]) -> list[ForgettingRow]:
             )
         )
         change = f"{Interval(**bits['change']):+.4f}"
-        rows.append(
-            ForgettingRow("bits per byte of it", f"{bits['before']:.4f}", f"{bits['after']:.4f}", change)
-        )
+        figures = (f"{bits['before']:.4f}", f"{bits['after']:.4f}", change)
+        rows.append(ForgettingRow("bits per byte of English text", *figures))
     for entry in found.get("environments", ()):
-        rates = entry["pass@1"]
-        sides = [f"{Interval(**rates[side]):.1%}" for side in ("before", "after")]
-        rows.append(
-            ForgettingRow(
-                f"pass@1 of {entry['environment']}",
-                sides[0],
-                sides[1],
-                f"{Interval(**rates['change']):+.1%}",
-            )
-        )
+        rates = {side: Interval(**bounds) for side, bounds in entry["pass@1"].items()}
+        sides = (f"{rates['before']:.1%}", f"{rates['after']:.1%}", f"{rates['change']:+.1%}")
+        rows.append(ForgettingRow(f"pass@1 of {entry['environment']}", *sides))
     if kl := found.get("kl"):
         rows.append(
             ForgettingRow("KL to the start, nats per answer", "0", f"{Interval(**kl['per_answer']):.3g}", "")
@@ -55,7 +47,7 @@ def forgetting_warnings(found: Mapping[str, Any], key: str) -> list[str]:
     """Describe clear losses: falls of pass@1, and a perplexity that rose by more than `PERPLEXITY_RISE`.
 
     Args:
-        key: of the stage, which keeps a model closer to its start.
+        key: recipe key that keeps the model closer to its start, for the advice.
     """
     lines = []
     if text := found.get("text"):

@@ -1,6 +1,6 @@
 """A verdict on the evaluation of a checkpoint in an environment: can reinforcement learning start?
 
-Only live groups, whose rewards differ, have a gradient. A step of 16 groups with a share of 0.2 has three.
+Only live groups, whose rewards differ, have a gradient: with a share of 0.2, about three of 16 groups.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class Learnability:
     Attributes:
         pass_at_1, pass_at_k: unbiased, with intervals over tasks; `k` is the number of samples per task.
         live: share of groups whose rewards differ; None with one sample per task.
-        format: share of answers that have the form that is scored; None if the environment doesn't say so.
+        format: share of answers in the expected form; None if the environment does not report it.
         length: mean number of sampled tokens.
         truncated: share of answers that the token limit cut off.
         verdict: what to do, in words.

@@ -6,9 +6,9 @@ from perilune.errors import RequestError
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the probability that one of k samples is correct: 1 - C(n - c, k) / C(n, k), without overflow.
+    """Estimate the probability that at least one of k samples is correct: 1 - C(n - c, k) / C(n, k).
 
-    Unbiased for k <= n, unlike 1 - (1 - c / n)^k (Chen et al., arXiv 2107.03374).
+    The estimate is unbiased, unlike 1 - (1 - c / n)^k (Chen et al., arXiv 2107.03374).
 
     Raises:
         RequestError: unless 0 <= c <= n and 1 <= k <= n.

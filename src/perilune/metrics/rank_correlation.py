@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from perilune.metrics.across_seeds import CONFIDENCE_LEVEL
-from perilune.metrics.bootstrap import Interval
+from perilune.metrics.bootstrap import Interval, percentile_interval
 
 Figures = NDArray[np.float64]
 
@@ -15,7 +14,7 @@ RESAMPLES = 1000
 
 
 def spearman(a: Figures, b: Figures) -> float | None:
-    """Return Spearman's rank correlation with mean ranks for ties; None if `a` or `b` does not vary."""
+    """Return Spearman's rank correlation, with mean ranks for ties; None if `a` or `b` does not vary."""
     if not len(a):
         return None
     x, y = _ranks(a), _ranks(b)
@@ -41,8 +40,7 @@ def spearman_over_problems(
     rng = np.random.default_rng(seed)
     drawn = ([pairs[index] for index in rng.integers(len(pairs), size=len(pairs))] for _ in range(resamples))
     values = [value for sample in drawn if (value := spearman(*_concatenate(sample))) is not None]
-    low, high = np.quantile(values or [correlation], [(1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2])
-    return Interval(correlation, float(low), float(high))
+    return percentile_interval(correlation, values or [correlation])
 
 
 def correlation_ceiling(half: Figures, other_half: Figures) -> float | None:

@@ -23,7 +23,7 @@ class Rounding:
     Attributes:
         largest: of one token.
         mean: mean absolute difference.
-        kl: KL(sampler || learner) a token, by k3 (Schulman 2020).
+        kl: KL(sampler || learner) per token, by k3 (Schulman 2020).
         missed: share of draws from the cumulative distribution that may fall to another token.
     """
 
@@ -33,7 +33,7 @@ class Rounding:
     missed: float = 0.0
 
     def allows(self, differences: NDArray[np.float64]) -> bool:
-        """Return whether differences float64[N], sampler minus learner, count as rounding. NaN does not."""
+        """Return whether differences float64[N], sampler minus learner, are within the bounds. NaN is not."""
         import numpy as np  # commands that only read the bounds need not load it
 
         if not len(differences):
@@ -43,7 +43,7 @@ class Rounding:
         return self.allows_statistics(float(sizes.max()), float(sizes.mean()), float(k3.mean()))
 
     def allows_statistics(self, largest: float, mean: float, kl: float) -> bool:
-        """Return the same for figures over many tokens."""
+        """Return whether the statistics of the differences are within the bounds."""
         return largest <= self.largest and mean <= self.mean and kl <= self.kl
 
     @property

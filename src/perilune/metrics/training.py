@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-SENTENCE_FIGURES = ("loss", "accuracy", "reward")  # the figures of a sentence
+from perilune.plural import plural
+
+SENTENCE_FIGURES = ("loss", "accuracy", "reward")  # the figures that `describe_training` names
 SHARE_FIGURES = ("accuracy", "pass_rate")
 STEP_PARTS = ("sampling", "scoring", "learning", "other")  # of a training step, in seconds in timings.jsonl
 
@@ -16,13 +18,11 @@ def training_figures(summary: Mapping[str, Any]) -> dict[str, str]:
 
 def describe_training(summary: Mapping[str, Any]) -> str:
     """Return the main figures of `training_figures`; empty for a stage without them."""
-    main, held_out = (
-        _list_main_figures(_describe_changes(summary)),
-        _list_main_figures(_describe_held_out(summary)),
-    )
+    main = _list_main_figures(_describe_changes(summary))
     main += " (first to last steps)" if main else ""
-    count = summary.get("validation_pairs", 0)
-    return f"{main}; on {count:,} held-out pair{'' if count == 1 else 's'} {held_out}" if held_out else main
+    held_out = _list_main_figures(_describe_held_out(summary))
+    pairs = plural(summary.get("validation_pairs", 0), "held-out pair")
+    return f"{main}; on {pairs} {held_out}" if held_out else main
 
 
 def _list_main_figures(figures: Mapping[str, str]) -> str:

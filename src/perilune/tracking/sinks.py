@@ -18,8 +18,8 @@ class TrackedRun:
     """The run whose figures are copied.
 
     Attributes:
-        id: of the run. A tracker replaces or continues its data of the same run.
-        started: seconds since 1970.
+        id: run id. A tracker replaces or continues its data of the same run.
+        started: seconds since the epoch.
         config: the settings of the stage, as JSON values.
     """
 
@@ -53,6 +53,7 @@ def open_sink(name: str, directory: Path, run: TrackedRun) -> Sink:
 
     Raises:
         RequestError: when the name is unknown, or the tracker's package is not installed.
+        WorkFailedError: when the tracker's server refuses the run.
     """
     if name not in SINKS:
         raise RequestError(f"no tracker is called '{name}'", remedy=f"one of: {', '.join(SINKS)}")
@@ -60,7 +61,6 @@ def open_sink(name: str, directory: Path, run: TrackedRun) -> Sink:
     try:
         module = import_module(f"perilune.tracking.to_{name}")
     except ImportError as error:
-        raise RequestError(
-            f"{name} cannot be imported: {error}", remedy="pip install 'perilune[tracking]'"
-        ) from None
+        what = f"{name} cannot be imported: {error}"
+        raise RequestError(what, remedy="pip install 'perilune[tracking]'") from None
     return cast(Sink, module.Tracker(directory, run))

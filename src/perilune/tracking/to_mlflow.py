@@ -13,7 +13,7 @@ from perilune.tracking.sinks import TrackedRun
 from perilune.tracking.trail import Figures
 
 RUN_TAG = "perilune.run"
-MAX_PARAMETER_CHARACTERS = 500  # characters of a parameter; MLflow refuses more than a few thousand
+MAX_PARAMETER_CHARACTERS = 500  # MLflow refuses more than a few thousand
 _FORBIDDEN = re.compile(r"[^\w\-. :/]")  # in a metric's name
 
 
@@ -51,5 +51,4 @@ class Tracker:
         self._client.log_batch(self._run.info.run_id, metrics=metrics)
 
     def close(self, *, failed: bool = False) -> None:
-        """Record the end of the run."""
         self._client.set_terminated(self._run.info.run_id, "FAILED" if failed else "FINISHED")

@@ -11,7 +11,7 @@ from perilune.tracking.trail import Figures
 
 
 class Tracker:
-    """One run's event file; a new one replaces it."""
+    """The event file of one run. It replaces an earlier file of the run."""
 
     after = -1
 
@@ -30,5 +30,4 @@ class Tracker:
         self._writer.add_event(Event(wall_time=moment, step=figures.step, summary=Summary(value=values)))
 
     def close(self, *, failed: bool = False) -> None:
-        """Flush and close the file."""
         self._writer.close()

@@ -14,7 +14,7 @@ from perilune.tracking.trail import Figures
 
 
 class Tracker:
-    """One run in the project of its experiment: a new offline folder, or the run continued on the server.
+    """One run in the project of its experiment: a new folder if offline, otherwise continued on the server.
 
     Online, wandb reads the key from WANDB_API_KEY itself; offline it needs none. Perilune sends neither code
     nor data about the machine, its user or its environment.
@@ -48,7 +48,8 @@ class Tracker:
                 settings=settings,
             )
         except wandb.Error as error:
-            raise WorkFailedError(f"wandb: {error}") from None
+            remedy = "check WANDB_API_KEY and WANDB_BASE_URL, or set WANDB_MODE=offline"
+            raise WorkFailedError(f"wandb did not open the run: {error}", remedy=remedy) from None
         self.after = self._run.step - 1
         self.place = f"wandb sync {self._run.settings.sync_dir}" if mode == "offline" else str(self._run.url)
 

@@ -1,6 +1,6 @@
 """Reads the figures of a run from its files while it runs.
 
-Training loops do not know about trackers, so a failing tracker is only a warning.
+Training loops do not write to trackers, so a failing tracker does not stop a run.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,8 +30,10 @@ class Figures:
 class FigureReader:
     """Reads the figures of a run incrementally: every step once, in order, over all attempts.
 
-    An attempt that resumes repeats the steps after its checkpoint. Steps that were already read are skipped;
-    on a CPU they are equal bit for bit.
+    An attempt that resumes repeats the steps after its checkpoint. The reader skips steps that it has read.
+
+    Args:
+        after: last step to skip.
     """
 
     def __init__(self, after: int = -1) -> None:
@@ -41,8 +43,8 @@ class FigureReader:
         """Yield the steps since the last call.
 
         Args:
-            artifacts: folder of the current attempt.
-            ended: whether the run is over. Before, the newest step is held back, as it may lack its timings.
+            artifacts: artifacts folder of the current attempt.
+            ended: whether the run is over. If not, the newest step is held back, as it may lack its timings.
         """
         timings = {row["step"]: row for row in _read_steps(artifacts / "timings.jsonl")}
         rows = list(_read_steps(artifacts / "metrics.jsonl"))
@@ -53,19 +55,17 @@ class FigureReader:
             seconds += sum(finite_number(timing.get(name)) or 0.0 for name in STEP_PARTS)
             if step > self._last:
                 self._last = step
-                values = _finite_numbers(row) | {
-                    f"timing/{name}": value for name, value in _finite_numbers(timing).items()
-                }
-                yield Figures(step, seconds, values)
+                timed = {f"timing/{name}": value for name, value in _finite_numbers(timing).items()}
+                yield Figures(step, seconds, _finite_numbers(row) | timed)
 
 
 def _read_steps(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the lines of a file of metrics that have a step; a damaged line is left out."""
+    """Yield the lines of a JSON Lines file that have a step."""
     for row in read_json_lines(path):
         if isinstance(row, dict) and isinstance(step := row.get("step"), int) and 0 <= step < 1 << 63:
             yield row
 
 
 def _finite_numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    numbers = {name: finite_number(value) for name, value in row.items() if name != "step"}
-    return {name: value for name, value in numbers.items() if value is not None}
+    pairs = ((name, finite_number(value)) for name, value in row.items() if name != "step")
+    return {name: value for name, value in pairs if value is not None}

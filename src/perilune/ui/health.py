@@ -73,7 +73,7 @@ def assess_attempt(attempt: Attempt, *, here: bool = True, now: float | None = N
             metrics=Series(attempt.metric_lines[-MAX_JUDGED_STEPS:]),
             timings=Series(attempt.timing_lines[-MAX_JUDGED_STEPS:]),
             samples=int(spec.get("samples") or 1),
-            oldest=_max_staleness(spec),
+            max_staleness=_max_staleness(spec),
             rounding=ROUNDING[precision, device],
             open_seconds=age("artifacts/timings.jsonl"),
             silent_seconds=age("runtime/heartbeat.json"),

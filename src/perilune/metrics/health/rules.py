@@ -51,7 +51,7 @@ class Evidence:
     Attributes:
         metrics, timings: the lines of metrics.jsonl and timings.jsonl.
         samples: samples of a group; 1 if unknown.
-        oldest: bound on the age of a token in updates, if the run has one.
+        max_staleness: bound on the age of a token in updates, if the run has one.
         rounding: the bounds of the run's own check on the log-probs of engine and learner.
         open_seconds: time since the last line of a live run; None for a run that has ended.
         silent_seconds: time since the last heartbeat of a live run; None if that is not known.
@@ -60,7 +60,7 @@ class Evidence:
     metrics: Series
     timings: Series = field(default_factory=lambda: Series([]))
     samples: int = 1
-    oldest: float | None = None
+    max_staleness: float | None = None
     rounding: Rounding = ROUNDING["float32", "cpu"]
     open_seconds: float | None = None
     silent_seconds: float | None = None
@@ -133,7 +133,7 @@ def find_reward_hack(run: Evidence) -> Iterator[Finding]:
             continue
         down = find_shifts(truth, sigmas=JUMP_SIGMAS, least=0.1, sticky=-1)
         up = find_shifts(reward, sigmas=JUMP_SIGMAS, least=0.02, sticky=0)
-        since = run.metrics.since(_flag_falls(down, [sign > 0 for sign in up], with_it=True))
+        since = run.metrics.since(_flag_falls(down, [sign > 0 for sign in up], accompanied=True))
         if since is None:
             since = run.metrics.since(_flag_divergence(reward, truth))
         if since is not None:
@@ -178,7 +178,7 @@ def find_reward_error(run: Evidence) -> Iterator[Finding]:
         find_shifts(metrics.column("entropy"), sigmas=JUMP_SIGMAS, least=0.02, sticky=0),
     ]
     explained = [any(signs) for signs in zip(*changed, strict=True)]
-    unexplained = _flag_falls(jumped, explained, with_it=False)
+    unexplained = _flag_falls(jumped, explained, accompanied=False)
     since = metrics.since(unexplained)
     if since is not None:
         why = f"the reward fell at once to {_latest(reward):.3g}; length and entropy did not change"
@@ -188,9 +188,9 @@ def find_reward_error(run: Evidence) -> Iterator[Finding]:
 def find_stale_data(run: Evidence) -> Iterator[Finding]:
     """Find tokens that are older than the bound, or suddenly older than before."""
     ages, oldest = run.metrics.column("staleness"), run.metrics.column("staleness_max")
-    if run.oldest is not None:
-        since = run.metrics.since([value is not None and value > run.oldest for value in oldest])
-        bound = f"the bound is {run.oldest:g}"
+    if run.max_staleness is not None:
+        since = run.metrics.since([value is not None and value > run.max_staleness for value in oldest])
+        bound = f"the bound is {run.max_staleness:g}"
     else:
         usual = median(ages[:BASELINE_STEPS]) or 0.0
         since = run.metrics.since(flag_at_least(ages, 3 * usual + 1))
@@ -218,17 +218,10 @@ def find_starvation(run: Evidence) -> Iterator[Finding]:
     rates = [rate or None for rate in times.column("tokens_per_second")]
     usual = median(rates[:BASELINE_STEPS])
     slow = [rate is not None and usual is not None and rate < usual / 4 for rate in rates]
-    causes = (
-        (
-            times.since(flag_at_least(waits, WAIT_SHARE)),
-            f"the learner waits {_latest(waits) or 0:.0%} of a step",
-        ),
-        (
-            times.since(slow),
-            f"the engine samples {_latest(rates) or 0:,.0f} tokens/s; it was {usual or 0:,.0f}",
-        ),
-    )
-    for since, why in causes:
+    wait = f"the learner waits {_latest(waits) or 0:.0%} of a step"
+    slowdown = f"the engine samples {_latest(rates) or 0:,.0f} tokens/s; it was {usual or 0:,.0f}"
+    for flags, why in ((flag_at_least(waits, WAIT_SHARE), wait), (slow, slowdown)):
+        since = times.since(flags)
         if since is not None:
             remedy = "use more rollout processes, or run fewer other programs on the machine: perilune top"
             yield Finding("starvation", "watch", since, why, remedy)
@@ -273,17 +266,17 @@ def find_stall(run: Evidence) -> Iterator[Finding]:
         yield Finding("stall", "watch", since, why, "look at the load of the machine: perilune top")
 
 
-def _flag_falls(jumped: Sequence[int], beside: Sequence[bool], *, with_it: bool) -> list[bool]:
-    """Flag values below their baseline since a step at which `beside` held, or did not hold.
+def _flag_falls(shifts: Sequence[int], events: Sequence[bool], *, accompanied: bool) -> list[bool]:
+    """Flag the steps of each fall below the baseline that an event accompanies, or that none accompanies.
 
-    The step after the fall counts too, except for the fall itself, where it is not known yet.
+    An event accompanies a fall if it holds at the first step of the fall, or at the step after.
     """
     flags: list[bool] = []
     began = 0
-    for index, sign in enumerate(jumped):
-        if sign < 0 and not (flags and jumped[index - 1] < 0):
+    for index, sign in enumerate(shifts):
+        if sign < 0 and not (flags and shifts[index - 1] < 0):
             began = index
-        flags.append(sign < 0 and any(beside[began : min(index, began + 1) + 1]) == with_it)
+        flags.append(sign < 0 and any(events[began : min(index, began + 1) + 1]) == accompanied)
     return flags
 
 

@@ -11,7 +11,7 @@ from perilune.files import finite_number
 CONFIRM_STEPS = 2  # consecutive steps before a condition counts, and before its end counts
 BASELINE_STEPS = 12  # undisturbed steps that a step is compared with
 MIN_BASELINE_STEPS = 5
-CENTRE_STEPS = 4  # of these, the latest, make the mean
+CENTRE_STEPS = 4  # latest steps of the baseline, which make its mean
 
 Values = Sequence[float | None]
 
@@ -32,9 +32,9 @@ class Series:
         return self._columns[name]
 
     def since(self, flags: Sequence[bool]) -> int | None:
-        """Return the step at which the condition began that holds at the last step; None if none holds.
+        """Return the step since which a condition holds; None if it does not hold at the last step.
 
-        A condition begins with `CONFIRM_STEPS` consecutive steps, and ends with as many without it.
+        A condition begins with `CONFIRM_STEPS` consecutive flags, and ends with as many steps without a flag.
         """
         onset: int | None = None
         streak = gap = 0

@@ -7,10 +7,8 @@ from perilune.metrics.health.rules import RULES, Evidence, Finding, Status
 
 SEVERITY_ORDER: tuple[Status, ...] = ("broken", "watch", "healthy")
 
-EFFECTS_BY_CAUSE = {
-    "reward error": ("dead groups",),
-    "starvation": ("stall",),
-}  # and effects, which are not told too
+# Findings that another finding explains. A verdict leaves them out.
+EFFECTS_BY_CAUSE = {"reward error": ("dead groups",), "starvation": ("stall",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +20,7 @@ class Health:
 
     @property
     def line(self) -> str:
-        """The verdict as one line: "watch: truncation since step 12: ...; what to do"."""
+        """The gravest finding as one line: "watch: truncation since step 12: the token limit ..."."""
         if not self.findings:
             return self.status
         first = self.findings[0]
