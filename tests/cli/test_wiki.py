@@ -195,6 +195,13 @@ def test_facts_refuse_unanswerable_queries(query: str, why: str, made: Path) -> 
     control.store.close()
 
 
+def test_query_of_a_run_without_figures_says_its_state() -> None:
+    failed = RunFacts("F", "e", "words", "base", "evaluate", "failed", "", "", 0.0, "x", (), superseded=False)
+    with pytest.raises(RequestError, match=r"run F \(failed\) has no figures") as refused:
+        Facts([failed]).ask("pass@1 of run F")
+    assert refused.value.remedy == "cite a run with figures"
+
+
 def test_build_ignores_damaged_cache(control: Control) -> None:
     wiki = build_wiki(control)
     cache = wiki.root / ".perilune" / "facts.json"

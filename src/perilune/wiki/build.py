@@ -1,4 +1,4 @@
-"""Compiles the wiki: pages of all runs, with the numbers filled in. The same home gives the same bytes."""
+"""Compiles the wiki: writes the pages of all runs, and fills in the numbers. Equal homes give equal bytes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from perilune.wiki.pages import Page, generate_pages, group_runs, index_page, pa
 from perilune.wiki.plot import plot_runs
 from perilune.wiki.query import Facts
 
-QUESTIONS_FOLDER = "questions"  # folder of the pages that people and models write
+QUESTIONS_FOLDER = "questions"
 NO_NUMBER = "no number"
-CACHE_FOLDER = ".perilune"  # folder of the cache, which is no part of the wiki
+CACHE_FOLDER = ".perilune"  # holds the cache; its files are not pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +82,10 @@ class Wiki:
         return pages
 
     def built_pages(self) -> dict[str, str]:
-        """Return the pages of a wiki that must exist.
+        """Return `pages`.
 
         Raises:
-            RequestError: there is none.
+            RequestError: when there is no page.
         """
         if pages := self.pages():
             return pages
@@ -97,9 +97,9 @@ class Wiki:
 
 
 def compile_wiki(wiki: Wiki, facts: Facts, *, overwrite: bool = False) -> BuildResult:
-    """Write all pages. Hand-written regions stay, and their citations are answered.
+    """Write all pages. Keeps hand-written regions, and fills in their citations.
 
-    Pages of runs that no longer exist are removed, unless somebody wrote on them.
+    Removes pages of runs and names that no longer exist, except for pages with hand-written text.
 
     Args:
         overwrite: also write pages whose generated text was edited.
@@ -108,7 +108,7 @@ def compile_wiki(wiki: Wiki, facts: Facts, *, overwrite: bool = False) -> BuildR
     old = wiki.pages()
     hands = {path: hand_text(text) for path, text in old.items()}
     generated = {page.path: page for page in generate_pages(facts)}
-    generated |= {path: _question_page(path, old[path], hands[path]) for path in old if _is_question(path)}
+    generated |= {path: _question_page(path, old[path], hands[path]) for path in old if is_question(path)}
     generated["index"] = index_page(generated.values())
     mentions = _collect_mentions(hands)
 
@@ -138,12 +138,9 @@ def compile_wiki(wiki: Wiki, facts: Facts, *, overwrite: bool = False) -> BuildR
 
 
 def _compile_page(
-    facts: Facts,
-    page: Page,
-    hand: str,
-    mentioned: Iterable[str],
-    unanswered: list[tuple[str, str]],
+    facts: Facts, page: Page, hand: str, mentioned: Iterable[str], unanswered: list[tuple[str, str]]
 ) -> str:
+    """Return the text of a page. Adds its citations without an answer to `unanswered`."""
     sources: dict[str, RunFacts] = {run.id: run for run in page.runs}
 
     def answer(query: str) -> str | None:
@@ -168,14 +165,15 @@ def _compile_page(
 
 
 def _question_page(path: str, text: str, hand: str) -> Page:
-    """Return the page of a question: its title, above the text of its author."""
+    """Return the page of a question, titled by its author's heading, its front matter or its file name."""
     first = hand.lstrip().partition("\n")[0]
     written = first.removeprefix("# ").strip() if first.startswith("# ") else ""
     title = written or str(read_front_matter(text).get("title") or path.rpartition("/")[2].replace("-", " "))
     return Page(path, "question", title, "" if written else f"# {title}")
 
 
-def _is_question(path: str) -> bool:
+def is_question(path: str) -> bool:
+    """Return whether the page at `path` is a question, which people and models write."""
     return path.startswith(f"{QUESTIONS_FOLDER}/")
 
 

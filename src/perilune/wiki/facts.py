@@ -21,7 +21,7 @@ from perilune.traces.causes import environment_label
 
 SUMMARY_FILE = "artifacts/summary.json"
 SKIPPED_KEYS = frozenset({"correct_per_task", "implicit_objective", "memory", "seconds", "disk_bytes"})
-MISSING_SUFFIX = "is missing"  # ends the problem of a run with missing files
+MISSING_SUFFIX = "is missing"  # end of the `problem` of a run with missing files
 MAX_DEPTH = 3  # levels of a summary to search for figures
 
 
@@ -87,8 +87,8 @@ def read_facts(control: Control, cache: Path | None = None) -> list[RunFacts]:
     """Return the facts of all runs of a home, in the order of their experiments and stages.
 
     Args:
-        cache: file with facts of earlier reads. A run is read again when its state changes, or the size or a
-            time stamp of one of its files. Without a cache every signature and digest is checked.
+        cache: file with the facts of earlier reads. A run is read again when its state changes, or the size
+            or a time stamp of one of its files. None checks every signature and digest.
     """
     known, result, changed = _read_cache(cache), [], False
     for run, experiment, superseded in _stored_runs(control):
@@ -111,7 +111,7 @@ def read_facts(control: Control, cache: Path | None = None) -> list[RunFacts]:
 
 
 def _stored_runs(control: Control) -> Iterator[tuple[Run, Experiment, bool]]:
-    """Yield all runs of the store, and whether a retry replaced them."""
+    """Yield each run of the store with its experiment, and whether a retry replaced the run."""
     with control.store.snapshot() as session:
         query = select(Run, Experiment).join(Experiment, Experiment.id == Run.experiment_id)
         rows = session.execute(query.order_by(Experiment.created, Experiment.id, Run.created, Run.id)).all()
@@ -161,7 +161,7 @@ def _read_signed(evidence: Evidence) -> tuple[Mapping[str, Any], dict[str, Figur
     """Return the settings and the figures that the signature covers.
 
     Raises:
-        RequestError: a file is missing, the signature is wrong, or summary.json is not what was signed.
+        RequestError: when a file is missing, the signature is wrong, or summary.json was changed.
     """
     summary = evidence.bundle / SUMMARY_FILE
     for path in (evidence.result, summary):
@@ -220,7 +220,7 @@ def _read_cache(cache: Path | None) -> dict[str, Any]:
 
 
 def _restore_facts(kept: Any, stamp: Sequence[Any]) -> RunFacts | None:
-    """Return the facts in an entry of the cache; None if it is missing, damaged or about other files."""
+    """Return the facts in an entry of the cache; None if the entry is missing, damaged or outdated."""
     try:
         known, fields = kept
         figures = {name: Figure(**value) for name, value in fields["figures"].items()}

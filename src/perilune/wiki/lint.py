@@ -9,11 +9,12 @@ from itertools import combinations
 from perilune.errors import RequestError
 from perilune.metrics.across_seeds import MIN_SEEDS
 from perilune.plural import plural
-from perilune.wiki.build import QUESTIONS_FOLDER
+from perilune.wiki.build import is_question
 from perilune.wiki.facts import RunFacts
 from perilune.wiki.markdown import (
     CITATION,
     HAND_BEGIN,
+    HAND_END,
     LINK,
     Citation,
     blank_code,
@@ -40,12 +41,12 @@ _NOT_FIGURES = re.compile(
 _BLANK = re.compile(r"[^\n]")
 _SENTENCE = re.compile(r"[^.!?\n]+(?:[.!?](?!\s)[^.!?\n]*)*[.!?]?|\n")
 
-_Fault = tuple[int, str, str]  # its offset in the page, a message, and a remedy
+_Fault = tuple[int, str, str]  # offset in the page, message, remedy
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One fault: its position, description and remedy."""
+    """One fault; `code` is the name of its rule in `RULES`."""
 
     page: str
     line: int
@@ -64,12 +65,12 @@ class _Page:
     path: str
     text: str
     facts: Facts
-    known: frozenset[str]
-    linked: frozenset[str]
+    known: frozenset[str]  # paths of all pages
+    linked: frozenset[str]  # paths of the pages that other pages link to
 
     @cached_property
     def prose(self) -> str:
-        """The hand-written text without code and citations, at its offsets; the rest is spaces."""
+        """The text with spaces in place of code, citations and generated parts, so that offsets stay."""
         start, end = hand_span(self.text)
         visible = CITATION.sub(_blank_match, blank_code(self.text[start:end]))
         return _BLANK.sub(" ", self.text[:start]) + visible + _BLANK.sub(" ", self.text[end:])
@@ -130,18 +131,14 @@ def _dead_links(page: _Page) -> Iterator[_Fault]:
 
 def _orphans(page: _Page) -> Iterator[_Fault]:
     if page.path != "index" and page.path not in page.linked:
-        what = (
-            "of a run or name that no longer exists"
-            if not page.path.startswith(f"{QUESTIONS_FOLDER}/")
-            else "that no page links to"
-        )
+        what = "that no page links to" if is_question(page.path) else "of a run or name that no longer exists"
         yield 0, f"a page {what}", "build the wiki; then link or delete the page"
 
 
 def _stale_numbers(page: _Page) -> Iterator[_Fault]:
     for cite, answer in page.cited:
         if isinstance(answer, Answer) and cite.shown != answer.text and not _is_outdated_best(cite, answer):
-            was = "is not filled in" if cite.shown is None else f"says {cite.shown}"
+            was = "has no number yet" if cite.shown is None else f"says {cite.shown}"
             message = f"'{cite.query}' {was}; the evidence says {answer.text}"
             yield cite.place, message, "perilune wiki build"
 
@@ -153,8 +150,8 @@ def _outdated_best(page: _Page) -> Iterator[_Fault]:
             yield cite.place, f"'{cite.query}' is now {answer.text}", remedy
 
 
-def _is_outdated_best(one: Citation, found: Answer) -> bool:
-    return found.kind == "best" and one.shown is not None and f"run {found.runs[0].id}" not in one.shown
+def _is_outdated_best(cite: Citation, answer: Answer) -> bool:
+    return answer.kind == "best" and cite.shown is not None and f"run {answer.runs[0].id}" not in cite.shown
 
 
 def _bad_queries(page: _Page) -> Iterator[_Fault]:
@@ -186,7 +183,7 @@ def _superseded_runs(page: _Page) -> Iterator[_Fault]:
 
 
 def _few_seeds(page: _Page) -> Iterator[_Fault]:
-    remedy = f"run at least {MIN_SEEDS} seeds, or say what was seen without comparing"
+    remedy = f"run at least {MIN_SEEDS} seeds, or report the figures without a comparison"
     for offset, _, answers in page.claims:
         for answer in answers:
             seeds = len({run.seed for run in answer.runs})
@@ -213,29 +210,29 @@ def _bare_best(page: _Page) -> Iterator[_Fault]:
     remedy = "cite: best FIGURE of recipe NAME stage STAGE"
     for offset, text, answers in page.claims:
         if _BEST.search(text) and not any(answer.kind in ("best", "difference") for answer in answers):
-            yield offset, "no query stands behind this superlative", remedy
+            yield offset, "this superlative cites no query", remedy
 
 
 def _bare_comparison(page: _Page) -> Iterator[_Fault]:
     remedy = "cite: difference FIGURE of recipe A stage STAGE minus recipe B stage STAGE"
     for offset, text, answers in page.claims:
         if _VERSUS.search(text) and not answers and not _BEST.search(text):
-            yield offset, "no query stands behind this comparison", remedy
+            yield offset, "this comparison cites no query", remedy
 
 
 def _bare_numbers(page: _Page) -> Iterator[_Fault]:
     visible = _NOT_FIGURES.sub(_blank_match, LINK.sub(_blank_match, page.prose))
     for number in _NUMBER.finditer(visible):
-        message = f"{number[0].strip()} is no citation"
-        yield number.start(), message, "write {{ FIGURE of run ID }}, or put it in `code`"
+        message = f"the number {number[0].strip()} is not a citation"
+        yield number.start(), message, "write {{ FIGURE of run ID }}, or put the number in `code`"
 
 
 def _edited(page: _Page) -> Iterator[_Fault]:
     if not is_built(page.text):
-        if not page.path.startswith(f"{QUESTIONS_FOLDER}/"):
+        if not is_question(page.path):
             yield 0, "the front matter is damaged", "perilune wiki build --overwrite"
     elif is_edited(page.text) or page.text.count(f"\n{HAND_BEGIN}\n") != 1:
-        remedy = f"move it between {HAND_BEGIN} and its end; perilune wiki build --overwrite"
+        remedy = f"move your text between {HAND_BEGIN} and {HAND_END}; perilune wiki build --overwrite"
         yield 0, "the generated text was changed", remedy
 
 

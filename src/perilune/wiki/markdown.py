@@ -27,7 +27,7 @@ class Citation:
     """A query in a page.
 
     Attributes:
-        shown: the number that stands in the page; None before the first build.
+        shown: the number that the page shows; None before the first build.
         place, end: offsets in the text.
     """
 
@@ -38,13 +38,13 @@ class Citation:
 
 
 def quote(text: str) -> str:
-    """Return untrusted text as inline code without links, citations, regions and borders of tables."""
+    """Return untrusted text as inline code, so that its links, citations and table borders have no effect."""
     flat = " ".join(escape_control(text).split())[:MAX_QUOTED_CHARACTERS]
     return f"`{neutralize(flat).replace('`', chr(39)).replace('|', '¦')}`" if flat else ""
 
 
 def neutralize(text: str) -> str:
-    """Return untrusted text without comments, citations and links."""
+    """Return untrusted text in which comments, citations and links have no effect."""
     for special in ("<!--", "-->", "{{", "[[", "]("):
         text = text.replace(special, f"{special[0]} {special[1:]}")
     return text
@@ -57,20 +57,20 @@ def make_slug(text: str) -> str:
 
 
 def render_citation(query: str, shown: str) -> str:
-    """Return a citation as it stands in a built page: readers see the number, and the query is a comment."""
+    """Return a citation as a built page contains it: the query in a comment, then the number."""
     return f"<!--= {query} -->{shown}<!--/-->"
 
 
 def find_citations(text: str) -> Iterator[Citation]:
     """Yield the citations of a text that are not in code."""
     for match in CITATION.finditer(blank_code(text)):
-        whole = CITATION.match(text, match.start())  # the number that it shows may have code
+        whole = CITATION.match(text, match.start())  # the number may contain code
         if whole is not None:
             yield Citation((whole["filled"] or whole["source"]).strip(), whole["shown"], *whole.span())
 
 
 def fill_citations(text: str, answer: Callable[[str], str | None]) -> str:
-    """Return the text with each citation answered; one without an answer stays as it is."""
+    """Return the text with the number of each citation; citations without an answer stay as they are."""
     parts, offset = [], 0
     for citation in find_citations(text):
         number = answer(citation.query)
@@ -94,7 +94,7 @@ def find_links(text: str, page: str) -> Iterator[tuple[str, int]]:
     """Yield the pages that a text links to, as paths in the wiki without `.md`, and the offset of each link.
 
     Args:
-        page: path of the page with the text; `[[links]]` start at the wiki, `](links.md)` at the page.
+        page: path of the page; `[[links]]` are relative to the wiki, `](links.md)` to the page.
     """
     for match in LINK.finditer(blank_code(text)):
         name = (match["wiki"] or posixpath.join(posixpath.dirname(page), match["path"] or "")).strip()

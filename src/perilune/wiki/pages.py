@@ -13,7 +13,7 @@ from perilune.wiki.markdown import make_slug, quote, render_citation
 from perilune.wiki.query import Facts
 
 MAIN_FIGURES = ("pass@1", *(f"last.{name}" for name in TRAINING_FIGURES))
-MAX_ROWS = 500  # of a table; the log has all runs
+MAX_ROWS = 500  # rows of a table; the log has all runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,8 @@ class Page:
     """The generated text of a page.
 
     Attributes:
-        path: in the wiki, without `.md`.
-        runs: those that the page is about; their evidence stands in the front matter.
+        path: path in the wiki, without `.md`.
+        runs: the runs that the page is about; the front matter has their evidence.
     """
 
     path: str
@@ -54,7 +54,7 @@ def index_page(pages: Iterable[Page]) -> Page:
 
 
 def group_runs(runs: Sequence[RunFacts], kind: str) -> dict[str, list[RunFacts]]:
-    """Return the runs by recipe, environment or algorithm; those without one are left out."""
+    """Return the runs by the name in their field `kind`, "recipe", "environment" or "algorithm"."""
     groups: dict[str, list[RunFacts]] = {}
     for run in runs:
         name = getattr(run, kind)
@@ -79,17 +79,13 @@ def page_path(kind: str, name: str) -> str:
 
 def _run_page(facts: Facts, run: RunFacts) -> Page:
     path, title = page_path("run", run.id), f"{run.recipe}/{run.stage}, seed {run.seed}"
-    names = {kind: getattr(run, kind) for kind in KINDS}
+    names = {kind: getattr(run, kind) for kind in KINDS if getattr(run, kind)}
     facts_of_run = {
         "state": run.state,
         "submitted": _format_date(run.submitted),
         "task": run.task,
         "setting": run.setting,
-        **{
-            kind: render_link(path, page_path(kind, name), quote(name))
-            for kind, name in names.items()
-            if name
-        },
+        **{kind: render_link(path, page_path(kind, name), quote(name)) for kind, name in names.items()},
         "overrides": ", ".join(map(quote, run.overrides)),
         "takes": ", ".join(_parent_link(facts, path, run, parent) for parent in run.parents),
         "replaced by a retry": "yes" if run.superseded else "",
@@ -130,9 +126,8 @@ def _recipe_page(facts: Facts, name: str, runs: Sequence[RunFacts]) -> Page:
 def _collection_writer(kind: str) -> Callable[[Facts, str, Sequence[RunFacts]], Page]:
     def write(facts: Facts, name: str, runs: Sequence[RunFacts]) -> Page:
         path, title = page_path(kind, name), f"{kind.capitalize()} {quote(name)}"
-        return Page(
-            path, kind, title, "\n".join([f"# {title}", "", *_run_table(facts, path, runs)]), tuple(runs)
-        )
+        text = "\n".join([f"# {title}", "", *_run_table(facts, path, runs)])
+        return Page(path, kind, title, text, tuple(runs))
 
     return write
 
@@ -193,7 +188,7 @@ def _group_by_setting(runs: Sequence[RunFacts], figure: str) -> dict[str, list[R
 
 
 def cite(facts: Facts, query: str) -> str:
-    """Return a citation with its number; without a number, the reason."""
+    """Return a citation with its number, or the reason why the query has no answer."""
     try:
         return render_citation(query, facts.ask(query).text)
     except RequestError as error:

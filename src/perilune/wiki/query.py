@@ -39,8 +39,8 @@ class Answer:
     """The result of a query.
 
     Attributes:
-        text: the number as it stands in a page.
-        runs: the runs that it was computed from; for `best`, only the best.
+        text: the number as pages show it.
+        runs: the runs that the number was computed from; for `best`, only the best.
         others: all runs that `best` chose from.
     """
 
@@ -70,7 +70,7 @@ class Facts:
         """Answer a query.
 
         Raises:
-            RequestError: it is malformed, or names a run, recipe or figure that does not exist.
+            RequestError: when the query is malformed or has no answer.
         """
         query = " ".join(query.split())
         if match := _RUN_QUERY.match(query):
@@ -87,9 +87,8 @@ class Facts:
             return _best(figure, runs, query)
         if match["kind"] == "mean":
             by_seed = _group_by_seed(figure, runs, query)
-            return _aggregate_seeds(
-                "mean", figure, {seed: run.figures[figure].mean for seed, run in by_seed.items()}, runs
-            )
+            means = {seed: run.figures[figure].mean for seed, run in by_seed.items()}
+            return _aggregate_seeds("mean", figure, means, runs)
         left, right = (_group_by_seed(figure, side, query) for side in (runs, self.select(match["minus"])))
         common = [seed for seed in left if seed in right]
         if not common:
@@ -97,12 +96,11 @@ class Facts:
         differences = {
             seed: left[seed].figures[figure].mean - right[seed].figures[figure].mean for seed in common
         }
-        return _aggregate_seeds(
-            "difference", figure, differences, [side[seed] for seed in common for side in (left, right)]
-        )
+        used = [side[seed] for seed in common for side in (left, right)]
+        return _aggregate_seeds("difference", figure, differences, used)
 
     def named(self, query: str) -> list[RunFacts]:
-        """Return the runs whose figures a query reads; none for a malformed query or one that only counts."""
+        """Return the runs whose figures a query reads; none for a malformed query or a `count`."""
         query = " ".join(query.split())
         if match := _RUN_QUERY.match(query):
             run = self.by_id.get(match["run"].upper())
@@ -115,21 +113,21 @@ class Facts:
             return []
 
     def select(self, selection: str) -> list[RunFacts]:
-        """Return the current runs that a selection names, the oldest first.
+        """Return the runs that `recipe NAME stage STAGE [with K=V ...]` selects, the oldest first.
 
         Raises:
-            RequestError: it is malformed, or no run fits.
+            RequestError: when the selection is malformed, or selects no run.
         """
         match = _SELECTION.match(selection)
         if not match:
-            raise RequestError(f"'{selection}' selects nothing", remedy=HINT)
+            raise RequestError(f"'{selection}' is not a selection of runs", remedy=HINT)
         wanted = (match["wanted"] or "").split()
         runs = self._stages.get((match["recipe"], match["stage"]), [])
         runs = [
             run for run in runs if not run.superseded and all(_matches_pair(run, pair) for pair in wanted)
         ]
         if not runs:
-            raise RequestError(f"no run fits '{selection}'", remedy="names as in `perilune runs`")
+            raise RequestError(f"no run fits '{selection}'", remedy="`perilune runs` lists the names")
         return runs
 
     def _of_run(self, figure: str, run: str) -> Answer:
@@ -144,14 +142,14 @@ def format_figure(name: str, figure: Figure, *, signed: bool = False) -> str:
     """Return a figure as text: shares in percent, other numbers with four digits, with the interval."""
     share = is_share(name)
 
-    def one(value: float) -> str:
+    def number(value: float) -> str:
         sign = "+" if signed and value > 0 else ""
-        number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-        return sign + (f"{100 * value:.1f}" if share else number)
+        digits = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        return sign + (f"{100 * value:.1f}" if share else digits)
 
     unit = (" points" if signed else "%") if share else ""
-    text = f"{one(figure.mean)}{unit}"
-    return f"{text} ({' to '.join(map(one, figure.bounds))})" if figure.bounds else text
+    text = f"{number(figure.mean)}{unit}"
+    return f"{text} ({' to '.join(map(number, figure.bounds))})" if figure.bounds else text
 
 
 def _aggregate_seeds(kind: Kind, name: str, values: Mapping[int, float], runs: Sequence[RunFacts]) -> Answer:
@@ -173,26 +171,30 @@ def _best(figure: str, runs: Sequence[RunFacts], query: str) -> Answer:
 
 
 def _group_by_seed(figure: str, runs: Sequence[RunFacts], query: str) -> dict[int, RunFacts]:
-    """Return the runs by seed, which must have one setting."""
+    """Return the runs by seed.
+
+    Raises:
+        RequestError: when the runs differ in more than the seed, or a run lacks the figure.
+    """
     by_seed: dict[int, RunFacts] = {}
     for run in runs:
         _get_figure(run, figure)
         if run.setting != runs[0].setting:
             settings = ", ".join(dict.fromkeys(f"setting={other.setting}" for other in runs))
-            raise RequestError(
-                "these runs differ in more than the seed", where=query, remedy=f"with one of {settings}"
-            )
+            remedy = f"add `with` and one of: {settings}"
+            raise RequestError("these runs differ in more than the seed", where=query, remedy=remedy)
         by_seed[run.seed] = run
     return by_seed
 
 
 def _get_figure(run: RunFacts, name: str) -> Figure:
     if run.problem:
-        raise RequestError(
-            f"the evidence of run {run.id} is not valid: {run.problem}", remedy="perilune verify"
-        )
+        what = f"the evidence of run {run.id} is not valid: {run.problem}"
+        raise RequestError(what, remedy=f"perilune verify {run.id}")
+    if not run.figures:
+        raise RequestError(f"run {run.id} ({run.state}) has no figures", remedy="cite a run with figures")
     if name not in run.figures:
-        known = ", ".join(list(run.figures)[:8]) or f"it is {run.state}"
+        known = ", ".join(list(run.figures)[:8])
         raise RequestError(f"run {run.id} has no figure '{name}'", remedy=f"one of: {known}")
     return run.figures[name]
 

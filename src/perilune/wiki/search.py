@@ -1,4 +1,4 @@
-"""Searches the wiki, and asks a model that may only repeat the numbers of the passages found."""
+"""Searches the wiki, and asks a model to answer from the passages. Reports numbers that no passage has."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from perilune.wiki.markdown import (
 _HEADING = re.compile(r"^#{1,6} +(.+)$", re.M)
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 _MARK = re.compile(r"\[(\d+)\]")
-PASSAGE_CHARACTERS = 1200  # characters of a passage for a model
+PASSAGE_CHARACTERS = 1200  # characters of each passage that the model gets
 PROMPT = (
     "Answer the question from the numbered passages of a wiki about training runs. Copy numbers exactly as "
     "they stand there, and write [1] after a sentence from passage 1. If the passages do not answer it, "
@@ -51,7 +51,7 @@ class Reply:
 
 
 def split_passages(pages: Mapping[str, str]) -> Iterator[Passage]:
-    """Yield the sections of all pages but the index and the log, which repeat others."""
+    """Yield the sections of all pages except the index and the log, which repeat other pages."""
     for path, page in pages.items():
         if path in ("index", "log"):
             continue
@@ -60,8 +60,7 @@ def split_passages(pages: Mapping[str, str]) -> Iterator[Passage]:
         for start, end in zip(starts, [*starts[1:], len(body)], strict=True):
             raw = body[start:end]
             heading = _HEADING.match(raw)
-            text = strip_comments(raw).strip()
-            yield Passage(path, heading[1] if heading else path, text, raw)
+            yield Passage(path, heading[1] if heading else path, strip_comments(raw).strip(), raw)
 
 
 def rank_passages(found: Sequence[Passage], question: str, most: int = 6) -> list[tuple[Passage, float]]:
@@ -80,7 +79,7 @@ def search_wiki(wiki: Wiki, question: str, most: int = 6) -> list[tuple[Passage,
     """Return the passages of a wiki that fit best.
 
     Raises:
-        RequestError: when it was not built, or bm25s is not installed.
+        RequestError: when the wiki was not built, or bm25s is not installed.
     """
     return rank_passages(list(split_passages(wiki.built_pages())), question, most)
 
