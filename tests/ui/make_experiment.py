@@ -162,9 +162,9 @@ class SyntheticExperiment:
         recipe = "name: synthetic\nseed: 0\nmodel:\n  preset: tiny\nstages:\n" + "\n".join(lines) + "\n"
         return ExperimentView("synthetic", 0, recipe, tuple(self.stages))
 
-    def collect(self, traces: int = 1200) -> None:
+    def collect(self, traces: int = 1200, task: str = "collect") -> None:
         """Write a stage of verified traces."""
-        root = self.begin("traces", "collect", {"teacher": "arithmetic", "traces": traces})
+        root = self.begin("traces", task, {"teacher": "arithmetic", "traces": traces})
         records = []
         for index in range(traces):
             asked = problem(self.rng)
@@ -243,10 +243,10 @@ class SyntheticExperiment:
         save_model(root)
         self.finish(root, {"kind": "training", "algorithm": "sft", "steps": steps, "seconds": 20.4}, 22.3)
 
-    def rl(self, steps: int = 40, prompts: int = 16, until: int | None = None) -> Path:
+    def rl(self, steps: int = 40, prompts: int = 16, until: int | None = None, name: str = "rl") -> Path:
         """Write an RL stage. With `until`, the stage stays active after that many steps."""
         spec = {"checkpoint": "sft", "algorithm": "grpo", "steps": steps, "prompts": prompts, "samples": 8}
-        root = self.begin("rl", "rl", spec)
+        root = self.begin(name, "rl", spec)
         for step in range(1, (until or steps) + 1):
             skill = AFTER_SFT.towards(AFTER_RL, 1 - math.exp(-5 * step / steps))
             episodes = self._step(root, step, skill, prompts)

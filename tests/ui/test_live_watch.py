@@ -135,12 +135,12 @@ def test_follower_reads_files_that_are_written_later(tmp_path: Path) -> None:
     root = made.rl(steps=9, prompts=1, until=3)
     (root / "artifacts" / "precheck.json").unlink()
     follower = StageFollower(made.view().stages[0])
-    follower.grow()
+    follower.read_new()
     follower.health(0.0)
     write_json(root / "artifacts" / "precheck.json", {"torch": {"cuda": "12.8"}})
     for step in (4, 5):  # differences that are rounding on a GPU, and not on a processor
         append_json_line(root / "artifacts" / "metrics.jsonl", {"step": step, "logprob_gap_max": 0.005})
-    follower.grow()
+    follower.read_new()
     assert follower.health(0.0)[0].findings == ()
 
 
@@ -163,4 +163,4 @@ def test_comparison_of_too_many_experiments_is_refused(tmp_path: Path) -> None:
     client = TestClient(make_app(Control(Home.open(tmp_path)), None), base_url="http://localhost")
     refused = client.get(f"/compare/{','.join(['a'] * 33)}")
     assert refused.status_code == 404
-    assert refused.json()["error"] == "33 experiments are selected, and a page compares 32"
+    assert refused.json()["error"] == "33 experiments are selected, but a page compares 32"

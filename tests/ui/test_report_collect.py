@@ -120,6 +120,23 @@ def test_headline_claims_no_change_between_equal_policies(tmp_path: Path) -> Non
     assert "fell" not in data.headline.title
 
 
+def test_headline_without_evaluations_describes_the_last_rl_stage(tmp_path: Path) -> None:
+    made = SyntheticExperiment(tmp_path)
+    made.rl(steps=3, prompts=2)
+    made.rl(steps=4, prompts=2, name="again")
+    assert collect_report(made.view()).headline.paragraphs[0].startswith("4 steps of GRPO")
+
+
+def test_rejection_sampling_is_reported_as_collected_traces(tmp_path: Path) -> None:
+    made = SyntheticExperiment(tmp_path)
+    made.collect(40, task="rejection_sampling")
+    for embed in (True, False):
+        data = collect_report(made.view(), embed=embed)
+        assert [listed.task for listed in data.library.stages] == ["collect"]  # its parts are no steps
+    assert data.headline.paragraphs == ("Stage traces made 40 verified traces and rejected 0 candidates.",)
+    assert ("Traces", "40 kept, 0 rejected") in data.stages[0].facts
+
+
 def test_collect_shows_finished_steps_of_an_active_run(unfinished: SyntheticExperiment) -> None:
     root = unfinished.rl(steps=10, prompts=2, until=4)
     with (root / "artifacts" / "metrics.jsonl").open("a") as file:

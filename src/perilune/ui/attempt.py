@@ -1,7 +1,6 @@
 """Reads the files of an attempt, which may still be running or may have died.
 
-A missing file reads as empty. A damaged file reads as empty and adds a line to `damage`, which the report
-shows.
+A missing or damaged file reads as empty. A damaged file adds a line to `damage`, which the report shows.
 """
 
 import os
@@ -32,9 +31,9 @@ class Attempt:
     """One attempt.
 
     Attributes:
-        root: its directory, None before the first attempt.
+        root: attempt directory; None before the first attempt.
         damage: errors from files that could not be read.
-        known_lines: lines of its JSON Lines files that were read already, by path.
+        known_lines: lines of JSON Lines files that need not be read again, by path.
     """
 
     root: Path | None
@@ -92,7 +91,7 @@ class Attempt:
         return self._lines("artifacts/hardware.jsonl")
 
     def has(self, name: str) -> bool:
-        """Return whether it has this file, and the file is not empty."""
+        """Return whether the attempt has this file, and the file is not empty."""
         path = None if self.root is None else self.root / name
         return path is not None and path.exists() and path.stat().st_size > 0
 
@@ -104,7 +103,7 @@ class Attempt:
 
     @property
     def episode_steps(self) -> list[int]:
-        """The steps whose episodes are there."""
+        """The steps that have a file of episodes, ascending."""
         if self.root is None:
             return []
         try:
@@ -146,11 +145,6 @@ class Attempt:
         return self.modified("runtime/claim.json")
 
     @property
-    def ended(self) -> float | None:
-        """The time of its verdict, in seconds since the epoch."""
-        return self.modified("runtime/result.json")
-
-    @property
     def seconds(self) -> float | None:
         """Seconds from claim to verdict; of a running attempt, from claim to its last progress."""
         for document in (self.verdict, self.summary):
@@ -179,7 +173,7 @@ class Attempt:
         return log_tail(self.root / "runtime", LOG_TAIL_LINES)[-LOG_TAIL_CHARACTERS:]
 
     def episodes(self, path: Path, tasks: Collection[str] | None = None) -> list[Episode]:
-        """Episodes of one of its files, or only those of some tasks."""
+        """Return the episodes in one of its files, or only those of `tasks` (ids)."""
         return self._unless_damaged(lambda: read_episodes(path, tasks)) or []
 
     def scores(self, path: Path) -> list[EpisodeScore]:
@@ -196,7 +190,7 @@ class Attempt:
         return document if isinstance(document, dict) else {}
 
     def check_summary(self, read: Callable[[], object]) -> None:
-        """Leave the summary out, and name it in `damage`, if `read` raises the error of a wrong type."""
+        """Call `read`. If it raises the error of a wrong type, empty the summary and record the damage."""
         try:
             read()
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
@@ -221,7 +215,7 @@ class Attempt:
         return [] if self.root is None else self.rows(self.root / name)
 
     def modified(self, name: str) -> float | None:
-        """Return when a file was written, in seconds since the epoch; None without it."""
+        """Return when a file was written, in seconds since the epoch; None if it is missing."""
         path = None if self.root is None else self.root / name
         return path.stat().st_mtime if path is not None and path.exists() else None
 

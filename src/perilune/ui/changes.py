@@ -18,7 +18,7 @@ def select_measures(evaluations: Sequence[Evaluation]) -> list[str]:
 
 
 def climb_chart(evaluations: Sequence[Evaluation], comparisons: Sequence[Comparison]) -> Figure | None:
-    """Return all evaluations, each joined to the evaluation of the checkpoint before."""
+    """Return the chart of all evaluations, each joined to the evaluation that it is compared with."""
     if not evaluations:
         return None
     positions = {evaluation.stage: index for index, evaluation in enumerate(evaluations)}
@@ -75,35 +75,30 @@ def difference_charts(comparisons: Sequence[Comparison], measures: Sequence[str]
     ]
 
 
-def contribution_charts(climb: Comparison | None) -> list[Figure]:
+def contribution_charts(comparison: Comparison | None) -> list[Figure]:
     """Return the change of pass@1 by strategy, and each strategy's share and accuracy before and after."""
-    if climb is None or not climb.contributions:
+    if comparison is None or not comparison.contributions:
         return []
-    shares = [contribution.share for contribution in climb.contributions]
-    accuracies = [contribution.accuracy for contribution in climb.contributions]
+    shares = [contribution.share for contribution in comparison.contributions]
+    accuracies = [contribution.accuracy for contribution in comparison.contributions]
     return [
-        _waterfall(climb),
-        _dumbbell(climb, shares, "share", "How often each strategy is chosen"),
-        _dumbbell(climb, accuracies, "accuracy", "How often each strategy is right"),
+        _waterfall(comparison),
+        _dumbbell(comparison, shares, "share", "How often each strategy is chosen"),
+        _dumbbell(comparison, accuracies, "accuracy", "How often each strategy is right"),
     ]
 
 
-def _waterfall(climb: Comparison) -> Figure:
-    before, after = climb.accuracy
-    shares = {contribution.strategy: contribution.from_share for contribution in climb.contributions}
-    accuracies = {contribution.strategy: contribution.from_accuracy for contribution in climb.contributions}
+def _waterfall(comparison: Comparison) -> Figure:
+    before, after = comparison.accuracy
+    shares = {part.strategy: part.from_share for part in comparison.contributions}
+    accuracies = {part.strategy: part.from_accuracy for part in comparison.contributions}
     middle = before + math.fsum(shares.values())
 
     def end(label: str, value: float, color: int) -> Figure:
-        details = [{"name": "pass@1", "value": format_percent(value)}]
+        text = format_percent(value)
+        details = [{"name": "pass@1", "value": text}]
         marks = [{"bar": (0, value), "color": color}]
-        return {
-            "label": label,
-            "value": format_percent(value),
-            "strong": True,
-            "marks": marks,
-            "details": details,
-        }
+        return {"label": label, "value": text, "strong": True, "marks": marks, "details": details}
 
     def effect(label: str, parts: Mapping[str, float], start: float, color: int) -> Figure:
         value = math.fsum(parts.values())
@@ -129,20 +124,20 @@ def _waterfall(climb: Comparison) -> Figure:
             "zero": True,
         },
         "rows": [
-            end(climb.before_label, before, 7),
+            end(comparison.before_label, before, 7),
             effect("choice of strategy", shares, before, 5),
             effect("accuracy within", accuracies, middle, 3),
-            end(climb.after_label, after, 1),
+            end(comparison.after_label, after, 1),
         ],
     }
 
 
 def _dumbbell(
-    climb: Comparison, pairs: Sequence[tuple[float | None, float | None]], key: str, title: str
+    comparison: Comparison, pairs: Sequence[tuple[float | None, float | None]], key: str, title: str
 ) -> Figure:
     legend = [
-        {"name": climb.before_label, "color": 7, "hollow": True},
-        {"name": climb.after_label, "color": 1},
+        {"name": comparison.before_label, "color": 7, "hollow": True},
+        {"name": comparison.after_label, "color": 1},
     ]
 
     def row(name: str, sides: tuple[float | None, float | None]) -> Figure:
@@ -152,7 +147,7 @@ def _dumbbell(
         details = [{"name": look["name"], "value": text} for look, text in zip(legend, texts, strict=True)]
         return {"label": name, "value": " → ".join(texts), "marks": [*bar, *dots], "details": details}
 
-    rows = [row(part.strategy, sides) for part, sides in zip(climb.contributions, pairs, strict=True)]
+    rows = [row(part.strategy, sides) for part, sides in zip(comparison.contributions, pairs, strict=True)]
     return {"kind": "rows", "key": key, "title": title, "legend": legend, "x": {"as": "share"}, "rows": rows}
 
 

@@ -41,7 +41,7 @@ def _load_catalogue() -> list[dict[str, Any]]:
 
 
 def select_charts(task: str, columns: Columns) -> list[CurveChart]:
-    """Return the charts of a stage of this kind, each with the series that have a value."""
+    """Return the charts of a stage of task `task`, each with the series that have a value."""
     present = [name for name, values in columns.items() if any(value is not None for value in values)]
     charts = []
     for chart in _load_catalogue():
@@ -69,7 +69,7 @@ def _select_series(declared: Mapping[str, list[Any]], present: Collection[str]) 
 
 
 def _match_columns(pattern: str, present: Collection[str]) -> list[tuple[str, str]]:
-    """Return the columns that match a pattern and that no chart names, each with the name for its star."""
+    """Return the columns that match a pattern and that no chart names, each with the text of the star."""
     if "*" not in pattern:
         return [(pattern, "")] if pattern in present else []
     form = re.compile(re.escape(pattern).replace(r"\*", "([^/]+)"))

@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LengthDynamics:
-    """Causes of a change in the length of a stage's answers; `found` is from `metrics.length_dynamics`."""
+    """Causes of a change in the length of a stage's answers; `found` is the result of `length_dynamics`."""
 
     stage: str
     found: Mapping[str, Any]
@@ -82,7 +82,11 @@ class Forgetting:
 
 @dataclass(frozen=True)
 class ReportData:
-    """All data of the page. report.js reads these field names."""
+    """All data of the page. report.js reads these field names.
+
+    Attributes:
+        climb: the comparison that the headline describes.
+    """
 
     experiment: Mapping[str, Any]
     headline: Headline
@@ -124,18 +128,17 @@ def collect_report(view: ExperimentView, *, embed: bool = True) -> ReportData:
     trainings = _present(_training(stage, attempt) for stage, attempt in pairs)
     by_stage = {evaluation.stage: evaluation for evaluation in evaluations}
     comparisons, measures = _compare_with_parents(pairs, evaluations), select_measures(evaluations)
-    climb, trained = _find_climb(pairs, comparisons, trainings)
+    main, trained = _find_main_comparison(pairs, comparisons, trainings)
     evaluated = [(by_stage[stage.name], attempt) for stage, attempt in pairs if stage.name in by_stage]
-    library = (_embedded if embed else index_episodes)(
-        [EpisodeSource(stage.name, stage.task, attempt) for stage, attempt in pairs]
-    )
+    sources = [EpisodeSource(stage.name, stage.task, attempt) for stage, attempt in pairs]
+    library = _embed_episodes(sources) if embed else index_episodes(sources)
     provenance, state = collect_provenance(view, attempts), worst_state(view.stages)
     names = {stage.name for stage, _ in pairs}
     stages = [describe_stage(run, attempt, view.declared.get(run.name, {}), names) for run, attempt in pairs]
     return ReportData(
         experiment={"name": view.name, "state": state, "seed": view.seed},
         headline=write_headline(
-            evaluations, climb, trained, describe_results(pairs), is_over=state not in UNFINISHED_STATES
+            evaluations, main, trained, describe_results(pairs), is_over=state not in UNFINISHED_STATES
         ),
         health=assess_stages(pairs),
         facts=list_facts(view, attempts, provenance),
@@ -143,11 +146,11 @@ def collect_report(view: ExperimentView, *, embed: bool = True) -> ReportData:
         stages=stages,
         evaluations=evaluations,
         comparisons=comparisons,
-        climb=climb,
+        climb=main,
         measures=measures,
         climb_chart=climb_chart(evaluations, comparisons),
         differences=difference_charts(comparisons, measures),
-        contributions=contribution_charts(climb),
+        contributions=contribution_charts(main),
         environments=environment_charts(evaluations),
         tasks=[
             *difficulty_charts(evaluations),
@@ -163,7 +166,10 @@ def collect_report(view: ExperimentView, *, embed: bool = True) -> ReportData:
             _forgetting(stage, attempt.summary.get("forgetting")) for stage, attempt in pairs
         ),
         training=trainings,
-        times=[*timeline_charts(stages), *part_time_charts(_totals(pairs))],
+        times=[
+            *timeline_charts(stages),
+            *part_time_charts([(stage.name, sum_by_part(attempt.timings)) for stage, attempt in pairs]),
+        ],
         hardware=collect_hardware([(stage.name, attempt) for stage, attempt in pairs]),
         machine_sentence=describe_machine(stages, provenance),
         placements=list_placements(view),
@@ -174,7 +180,7 @@ def collect_report(view: ExperimentView, *, embed: bool = True) -> ReportData:
     )
 
 
-def _embedded(sources: Sequence[EpisodeSource]) -> EpisodeLibrary:
+def _embed_episodes(sources: Sequence[EpisodeSource]) -> EpisodeLibrary:
     library = collect_episodes(sources)
     traces = _present(
         sample_traces(source.stage, source.attempt) for source in sources if source.task in TRACE_TASKS
@@ -184,12 +190,8 @@ def _embedded(sources: Sequence[EpisodeSource]) -> EpisodeLibrary:
     return library
 
 
-def _totals(pairs: Sequence[tuple[StageView, Attempt]]) -> list[tuple[str, Mapping[str, float] | None]]:
-    return [(stage.name, sum_by_part(attempt.timings)) for stage, attempt in pairs]
-
-
 def _read_summary(stage: StageView, attempt: Attempt) -> None:
-    """Read all that the report shows of a stage's summary, for the errors that wrong types raise."""
+    """Read all parts of a stage's summary that the report shows. Raises the errors of wrong types."""
     pairs = [(stage, attempt)]
     read_evaluation(stage.name, "", attempt.summary, {})
     _describe_warnings(attempt.summary)
@@ -232,7 +234,7 @@ def _present(found: Iterable[T | None]) -> list[T]:
 
 
 def _training(stage: StageView, attempt: Attempt) -> Training | None:
-    if "steps" not in attempt.spec:  # a stage without steps has no curve
+    if "steps" not in attempt.spec:
         return None
     return read_training(stage.name, stage.task, _describe_training(stage, attempt), attempt)
 
@@ -247,7 +249,7 @@ def _evaluation(stage: StageView, attempt: Attempt) -> Evaluation | None:
 
 
 def _checkpoint_label(stage: StageView, attempt: Attempt) -> str:
-    """Return the checkpoint that an evaluation judged, as a label."""
+    """Return the label of the checkpoint that an evaluation judged."""
     checkpoint = attempt.spec.get("checkpoint")
     if checkpoint is None:
         return stage.name
@@ -272,19 +274,22 @@ def _compare_with_parents(
     ]
 
 
-def _find_climb(
+def _find_main_comparison(
     pairs: Sequence[tuple[StageView, Attempt]],
     comparisons: Sequence[Comparison],
     trainings: Sequence[Training],
 ) -> tuple[Comparison | None, Training | None]:
-    """Return the last rl stage, else the last training, with the comparison whose later side judged it."""
+    """Return the comparison that judges the last rl stage, or else the last training, and that training.
+
+    Without such a comparison, returns the last comparison, or else the last training.
+    """
     checkpoints = {stage.name: attempt.spec.get("checkpoint") for stage, attempt in pairs}
     for task in ("rl", None):
         for training in reversed(trainings):
             for comparison in comparisons:
                 if checkpoints[comparison.after] == training.stage and task in (training.task, None):
                     return comparison, training
-    last = max(trainings, key=lambda training: training.task == "rl", default=None)
+    last = max(reversed(trainings), key=lambda training: training.task == "rl", default=None)
     return (comparisons[-1], None) if comparisons else (None, last)
 
 
@@ -330,26 +335,20 @@ def _algorithm_name(spec: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     return str(summary.get("algorithm") or (setting.get("name") if isinstance(setting, dict) else setting))
 
 
-def _implied_objective(algorithm: str, samples: int) -> list[tuple[float, float]] | None:
-    known = samples > 1 and algorithm in ALGORITHMS and ALGORITHMS[algorithm].compares == "group"
-    return objective_curve(algorithm, samples) if known else None
-
-
 def _calibrations(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Calibration]:
-    found = [(stage.name, attempt.summary) for stage, attempt in pairs]
     return [
         Calibration(
-            name,
-            " ".join(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in summary["sentences"]),
-            calibration_charts(name, summary),
+            stage.name,
+            " ".join(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in attempt.summary["sentences"]),
+            calibration_charts(stage.name, attempt.summary),
         )
-        for name, summary in found
-        if summary.get("kind") == "calibration"
+        for stage, attempt in pairs
+        if attempt.summary.get("kind") == "calibration"
     ]
 
 
 def _objective_charts(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Figure]:
-    """Return the implicit objective of the last rl stage, recorded or implied by algorithm and group size."""
+    """Return the implicit objective of the last rl stage, recorded or computed from its algorithm."""
     for stage, attempt in reversed(pairs):
         spec = attempt.spec
         algorithm = _algorithm_name(spec, attempt.summary)
@@ -357,8 +356,9 @@ def _objective_charts(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Figure
             continue
         samples = int(spec.get("samples") or 0)
         curve = attempt.summary.get("implicit_objective")
-        if curve is None:
-            curve = _implied_objective(algorithm, samples)
+        compares = ALGORITHMS[algorithm].compares if algorithm in ALGORITHMS else ""
+        if curve is None and samples > 1 and compares == "group":
+            curve = objective_curve(algorithm, samples)
         if curve:
             label = ALGORITHM_NAMES.get(algorithm, algorithm)
             return [objective_chart(label, samples, curve)]

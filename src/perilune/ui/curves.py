@@ -11,7 +11,7 @@ from perilune.ui.attempt import Attempt, Columns
 from perilune.ui.charts import CurveChart, select_charts
 
 MAX_STEPS = 2000
-EVALUATION_PREFIXES = ("eval/", "validation_")  # begin the columns that most steps lack
+EVALUATION_PREFIXES = ("eval/", "validation_")  # prefixes of columns that only evaluated steps have
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def throughput(timing: Mapping[str, Any]) -> float | None:
 
 
 def even_places(count: int, most: int) -> list[int]:
-    """Return at most `most` evenly spaced places below `count`, with the first and the last."""
+    """Return at most `most` evenly spaced indices below `count`, with the first and the last."""
     if count <= most:
         return list(range(count))
     return [round(index * (count - 1) / max(1, most - 1)) for index in range(most)]
@@ -103,14 +103,14 @@ def thin_columns(columns: Columns, most: int) -> Columns:
     count = len(columns.get("step", []))
     evaluated = [row for row in range(count) if any(values[row] is not None for values in rare)]
     if len(evaluated) == count:
-        evaluated = []  # all rows are alike
+        evaluated = []
     kept = [evaluated[place] for place in even_places(len(evaluated), (most - 1) // 2)]
     places = sorted({*kept, *even_places(count, most - len(kept))})
     return {name: [values[place] for place in places] for name, values in columns.items()}
 
 
 def round_columns(columns: Columns) -> Columns:
-    """Round to seven significant digits, to save bytes."""
+    """Return columns rounded to seven significant digits, to save bytes."""
     return {name: [_round_value(value) for value in values] for name, values in columns.items()}
 
 

@@ -17,13 +17,13 @@ from perilune.ui.episodes import (
     embed_groups,
     list_files,
 )
-from perilune.ui.traces import TRACE_FILES, TRACE_TASKS, sample_traces
+from perilune.ui.traces import LISTED_TASK, TRACE_FILES, TRACE_TASKS, sample_traces
 
 SET_BUDGET_CHARACTERS = 3_000_000  # characters of JSON of one set
 
 
 def index_episodes(sources: Sequence[EpisodeSource]) -> EpisodeLibrary:
-    """Return all sets of all sources, without reading an episode."""
+    """List the sets of all sources, without reading an episode."""
     library = EpisodeLibrary()
     for source in sources:
         sets: list[EpisodeSet] = []
@@ -35,13 +35,13 @@ def index_episodes(sources: Sequence[EpisodeSource]) -> EpisodeLibrary:
                 if source.attempt.has(f"artifacts/traces/{file}")
             ]
         elif source.task == "evaluate":
-            sets = [
-                EpisodeSet(file.label, file.step, 0, 0, "", file.path.stem) for file in list_files(source)
-            ]
+            files = list_files(source)
+            sets = [EpisodeSet(file.label, file.step, 0, 0, "", file.path.stem) for file in files]
         else:
             steps = source.attempt.episode_steps
         if sets or steps:
-            library.stages.append(StageEpisodes(source.stage, source.task, None, sets, [], steps))
+            task = LISTED_TASK if source.task in TRACE_TASKS else source.task
+            library.stages.append(StageEpisodes(source.stage, task, None, sets, [], steps))
     return library
 
 
@@ -58,10 +58,10 @@ def find_source(stage: str, sources: Sequence[EpisodeSource]) -> EpisodeSource:
 
 
 def read_set(sources: Sequence[EpisodeSource], stage: str, name: str, episode: str = "") -> dict[str, Any]:
-    """Return one set: its groups, the texts of its tokens, and the numbers of its episodes.
+    """Return one set: its groups, the texts of its tokens, and how many of its episodes are included.
 
     Args:
-        episode: only the group with this episode, which may be too large to be among the others.
+        episode: read only the group with this episode, which a whole set may leave out as too large.
 
     Raises:
         RequestError: when the stage has no such set.
@@ -85,7 +85,7 @@ def read_set(sources: Sequence[EpisodeSource], stage: str, name: str, episode: s
 
 
 def _find_files(name: str, source: EpisodeSource) -> Iterator[EpisodeFile]:
-    if match := STEP_FILE.fullmatch(f"{name}.parquet"):  # there may be thousands of steps
+    if match := STEP_FILE.fullmatch(f"{name}.parquet"):  # without listing thousands of steps
         step = int(match[1])
         label = SAMPLES_LABEL if source.task == "evaluate" else f"step {step}"
         yield EpisodeFile(source, source.attempt.episodes_path(step), label, step)

@@ -19,10 +19,10 @@ from perilune.ui.spans import list_step_rewards, span_lanes
 from perilune.ui.turns import MAX_CHARACTERS, list_turns, shorten, shorten_messages, split_pieces
 
 BUDGET_CHARACTERS = 6_500_000  # characters of JSON
-MAX_STEPS = 160  # steps of one stage, at most ...
-MIN_STEPS = 3  # ... and at least
-MAX_BYTES = 300_000_000  # to read of the files of one stage
-SHORT_CHARACTERS = 400  # characters of a text in a group that is too large otherwise
+MAX_STEPS = 160  # embedded steps of one stage
+MIN_STEPS = 3
+MAX_BYTES = 300_000_000  # bytes to read of the files of one stage
+SHORT_CHARACTERS = 400  # characters of a text in a group that would otherwise be too large
 SAMPLES_LABEL = "samples"  # label of the sampled answers of an evaluation
 RIGHT_REWARD = 1.0  # a reward that counts as a right answer
 
@@ -40,7 +40,7 @@ class EpisodeSource:
 class EpisodeSet:
     """The embedded episodes of one step, or of one part of an evaluation, as embeddable JSON.
 
-    A set that is only listed has a `name`, by which `episode_sets.read_set` finds it, and no JSON.
+    A set that the page loads later has no JSON, but a `name` for `episode_sets.read_set`.
     """
 
     label: str
@@ -55,7 +55,7 @@ class EpisodeSet:
 class StageEpisodes:
     """The sets of one stage; `vocabulary` indexes `EpisodeLibrary.vocabularies`, or is None.
 
-    `steps` are those with a set that is only listed; `sets` has the others.
+    `steps` are the steps whose sets the page loads later; `sets` has the other sets.
     """
 
     stage: str
@@ -93,8 +93,8 @@ class EpisodeFile:
 def collect_episodes(sources: Sequence[EpisodeSource], budget: int = BUDGET_CHARACTERS) -> EpisodeLibrary:
     """Embed episodes of every source in at most `budget` characters of JSON.
 
-    Files share the budget evenly, small files first, so that larger ones get what is left. In each file,
-    whole groups are taken in the order of the SHA-256 of their ids.
+    Files share the budget evenly, small files first, so that larger files get the rest. Each file contributes
+    whole groups, in the order of the SHA-256 of their ids.
     """
     library = EpisodeLibrary()
     tokenizers = Tokenizers(sources)
@@ -140,7 +140,7 @@ def list_files(source: EpisodeSource) -> Iterator[EpisodeFile]:
 
 
 def _choose_step_count(files: list[EpisodeFile], tokenizers: Tokenizers, budget: int) -> int:
-    """Return a number of steps that gives each space for a group with tokens, and keeps reading fast."""
+    """Return how many steps to embed, so that each has room for a group with tokens and reading is fast."""
     if len(files) <= MIN_STEPS:
         return len(files)
     middle = files[len(files) // 2]
@@ -245,13 +245,13 @@ def _episode_document(episode: Episode, vocabulary: Vocabulary | None, most: int
 
 
 def _likely_tokens(episode: Episode, vocabulary: Vocabulary | None) -> list[list[tuple[int, int]]] | None:
-    """Return the likeliest tokens where each token was sampled: (piece, log-prob in thousandths)."""
+    """Return the likeliest tokens at each position: (piece, log-prob in thousandths of a nat)."""
     if episode.top_ids is None or episode.top_logprobs is None or vocabulary is None:
         return None
     rows = zip(episode.top_ids.tolist(), episode.top_logprobs.tolist(), strict=True)
     return [
         [
-            (vocabulary.alone(token), logprob)
+            (vocabulary.token_piece(token), logprob)
             for token, logprob in zip(row[0], _thousandths(row[1]), strict=True)
         ]
         if row[0][0] >= 0
@@ -261,7 +261,7 @@ def _likely_tokens(episode: Episode, vocabulary: Vocabulary | None) -> list[list
 
 
 def _thousandths(logprobs: Iterable[float]) -> list[int]:
-    """Return log-probs as whole thousandths of a nat, which take the least space."""
+    """Return log-probs as whole thousandths of a nat, to save bytes."""
     return [round(1000 * max(-1000.0, float(value))) for value in logprobs]
 
 
@@ -278,9 +278,9 @@ def _round_value(value: float | None) -> float | None:
 
 
 class Tokenizers:
-    """The tokenizer of each stage: its own, or another that spells the answers exactly.
+    """Finds the tokenizer of each stage: the first that reproduces the text of the answers exactly.
 
-    The other is that of another stage, or, before there is a checkpoint, that of the new model of the recipe.
+    Tries the tokenizers of the stage, then those of the other stages, then that of the recipe's new model.
     """
 
     def __init__(self, sources: Sequence[EpisodeSource]) -> None:
@@ -304,7 +304,7 @@ class Tokenizers:
         return None if vocabulary is None else self.loaded.index(vocabulary)
 
     def find(self, stage: str, episodes: Sequence[Episode]) -> Vocabulary | None:
-        """Return the vocabulary that spells these episodes, or None."""
+        """Return the vocabulary that reproduces the text of these episodes, or None."""
         if stage not in self._chosen:
             loaded = map(self._load, self._documents(stage))
             self._chosen[stage] = next((item for item in loaded if item and _spells(item, episodes)), None)

@@ -24,9 +24,9 @@ class Evaluation:
 
     Attributes:
         label: the judged checkpoint as a label ("untrained", "after sft").
-        by_difficulty: (difficulty, tasks, pass@1).
+        by_difficulty: (difficulty, number of tasks, pass@1).
         by_environment: pass@1 of each part of a mixture, by its name.
-        strategies: (share, accuracy; None when never chosen) by name.
+        strategies: (share of answers, accuracy or None if never chosen) by name.
         solved: (samples, right samples) by task id.
         greedy: whether the greedy answer was right, by task id.
     """
@@ -62,7 +62,7 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The later minus the earlier evaluation; `differences` are paired, so different tasks have none."""
+    """The later minus the earlier evaluation. `differences` are paired by task, and empty for other tasks."""
 
     before: str
     after: str

@@ -1,4 +1,4 @@
-"""Views of the experiments and runs of a home, or of a folder. Everything is read; nothing is changed."""
+"""Returns views of the experiments and runs of a home, or of a folder. Writes nothing."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -52,12 +52,14 @@ def view_in_home(control: Control, target: str) -> ExperimentView:
         named = find_run_or_experiment(control, target)
     if isinstance(named, Experiment):
         return view_experiment(control, named.id, stage_statuses(control, [named.id]))
-    statuses = [one for one in stage_statuses(control, [named.experiment_id]) if one.run_id == named.id]
-    return view_experiment(control, named.experiment_id, statuses)
+    statuses = stage_statuses(control, [named.experiment_id])
+    return view_experiment(
+        control, named.experiment_id, [item for item in statuses if item.run_id == named.id]
+    )
 
 
 def view_experiment(control: Control, experiment_id: str, statuses: Sequence[StageStatus]) -> ExperimentView:
-    """An experiment and the stages in `statuses`. If its recipe is damaged, the view says so instead."""
+    """Return the view of an experiment with the stages in `statuses`. Shows the error of a damaged recipe."""
     stages = tuple(view_stage(control, status) for status in statuses)
     placed = tuple(attempt_uses(control, [status.run_id for status in statuses if status.run_id]))
     try:
@@ -67,7 +69,7 @@ def view_experiment(control: Control, experiment_id: str, statuses: Sequence[Sta
     return ExperimentView(name, seed, text, stages, placed, declared)
 
 
-@lru_cache(maxsize=64)  # a recipe never changes, and a page asks for it all the time
+@lru_cache(maxsize=64)  # a recipe never changes, and the live page polls it
 def _read_recipe(path: Path) -> tuple[str, int, str, dict[str, dict[str, Any]]]:
     """Return the name and the seed of a recipe, its YAML, and the settings of its stages by name."""
     document = read_json(path)
@@ -79,10 +81,10 @@ def _read_recipe(path: Path) -> tuple[str, int, str, dict[str, dict[str, Any]]]:
         raise RequestError("not the recipe of an experiment", where=str(path)) from None
 
 
-def view_stage(control: Control, one: StageStatus) -> StageView:
-    """Return one stage. Its files come first: a run that has ended may not be recorded as ended yet."""
-    state, cause = one.state, one.cause
-    if state == "active" and one.attempt_dir is not None:
-        state, cause = read_state(one.attempt_dir)
-    here = not one.run_id or not control.reconciler.placements.capabilities(one.run_id).is_remote
-    return StageView(one.name, one.task, one.run_id, state, one.attempt_dir, one.attempts, cause, here)
+def view_stage(control: Control, status: StageStatus) -> StageView:
+    """Return one stage. An active run may have ended without a record in the store, so its files decide."""
+    state, cause, folder, run_id = status.state, status.cause, status.attempt_dir, status.run_id
+    if state == "active" and folder is not None:
+        state, cause = read_state(folder)
+    here = not run_id or not control.reconciler.placements.capabilities(run_id).is_remote
+    return StageView(status.name, status.task, run_id, state, folder, status.attempts, cause, here)

@@ -39,7 +39,7 @@ ENVIRONMENT_PREFIX = "environment/"  # begins the keys of the parts of a mixture
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Mean of a metric over the seeds of an arm, with the edges of its interval."""
+    """Mean of a metric over the seeds of an arm, and its interval, by step; `arm` is the index of the arm."""
 
     arm: int
     step: list[int]
@@ -151,7 +151,7 @@ def _list_metrics(columns: Sequence[Sequence[Columns]]) -> list[str]:
     return [*held_out, *(name for name in CURVE_TITLES if name in names), *parts]
 
 
-def _mean_curve(place: int, runs: Sequence[Mapping[str, Sequence[Any]]], metric: str) -> Curve | None:
+def _mean_curve(arm: int, runs: Sequence[Mapping[str, Sequence[Any]]], metric: str) -> Curve | None:
     values: dict[int, list[float]] = {}
     for run in runs:
         for step, value in zip(run.get("step", ()), run.get(metric, ()), strict=False):
@@ -163,7 +163,7 @@ def _mean_curve(place: int, runs: Sequence[Mapping[str, Sequence[Any]]], metric:
     steps = [known[place] for place in even_places(len(known), MAX_POINTS)]
     bounds = [_seed_interval(values[step]) for step in steps]
     means = [fmean(values[step]) for step in steps]
-    return Curve(place, steps, means, [low for low, _ in bounds], [high for _, high in bounds])
+    return Curve(arm, steps, means, [low for low, _ in bounds], [high for _, high in bounds])
 
 
 def _seed_interval(values: Sequence[float]) -> tuple[float, float]:

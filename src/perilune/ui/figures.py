@@ -1,6 +1,6 @@
 """Charts of tasks and answers: pass rates, lengths, objectives and calibrations.
 
-A figure is the JSON input of `Charts` in charts.js; `as` names the format of an axis.
+A figure is the JSON input of `Charts.figure` in charts.js; `as` names the format of an axis.
 """
 
 import math
@@ -197,8 +197,8 @@ def length_charts(evaluated: Sequence[tuple[str, Attempt]]) -> list[Figure]:
 def calibration_charts(stage: str, found: Mapping[str, Any]) -> list[Figure]:
     """Return estimated and Monte Carlo values; `found` is the summary of a calibrate stage."""
     prefixes, reliability = found["by_place"], found["reliability"]
-    is_below = any(row["value"] < 0 for row in prefixes)  # values on a scale of their own
-    y = {"as": "short", "zero": False} if is_below else {"as": "share"}
+    is_share = all(row["value"] >= 0 for row in prefixes)
+    y = {"as": "share"} if is_share else {"as": "short", "zero": False}
     sides = (("estimated value", "value", 1), ("Monte Carlo value", "played", 2))
 
     def chart(rows: Sequence[Figure], at: Sequence[int], x: Figure, **more: str) -> Figure:

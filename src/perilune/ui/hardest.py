@@ -24,7 +24,7 @@ class HardTask:
         why: reasons of the failures, the most frequent first: "5 wrong, 2 truncated".
         answer: the most frequent wrong answer, given `times` times.
         expected: a right answer; "" if the environment states none.
-        link: to an episode with that answer, in the page.
+        link: fragment of the page that shows an episode with that answer.
     """
 
     prompt: str
@@ -83,9 +83,5 @@ def _failure_reason(episode: Episode) -> str:
 
 
 def _shorten(text: str) -> str:
-    text = " ".join(text.split())
-    return (
-        text
-        if len(text) <= MAX_CHARACTERS
-        else f"{text[: MAX_CHARACTERS // 2]} … {text[-MAX_CHARACTERS // 2 :]}"
-    )
+    text, half = " ".join(text.split()), MAX_CHARACTERS // 2
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:half]} … {text[-half:]}"

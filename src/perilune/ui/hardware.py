@@ -15,7 +15,7 @@ MAX_POINTS = 600
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Load in percent and bytes, on a time axis with the stages one after another."""
+    """Charts of load and memory, on a time axis with the stages one after another."""
 
     note: str
     figures: list[Figure]

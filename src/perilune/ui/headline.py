@@ -39,7 +39,7 @@ ALGORITHM_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """`title` is the finding, `paragraphs` its basis, and `explanation` the split of the change."""
+    """`title` is the finding, `paragraphs` its basis, `explanation` splits the change by strategy."""
 
     title: str
     paragraphs: tuple[str, ...]
@@ -48,7 +48,7 @@ class Headline:
 
 def write_headline(
     evaluations: Sequence[Evaluation],
-    climb: Comparison | None,
+    comparison: Comparison | None,
     trained: Training | None,
     other: Sequence[str],
     *,
@@ -57,33 +57,29 @@ def write_headline(
     """Return the report's finding.
 
     Args:
-        climb: the evaluations before and after the training that the report is about.
+        comparison: the evaluations before and after the training that the report is about.
         trained: the curves of that training.
         other: results of other stages, for an experiment without evaluations.
         is_over: whether no further result will come.
     """
-    if climb is not None:
+    if comparison is not None:
         by_stage = {evaluation.stage: evaluation for evaluation in evaluations}
-        return _climb_headline(climb, by_stage[climb.before], by_stage[climb.after], trained)
+        before, after = by_stage[comparison.before], by_stage[comparison.after]
+        return _comparison_headline(comparison, before, after, trained)
     if evaluations:
         return _evaluation_headline(evaluations[-1])
-    if (
-        trained is not None
-        and (
-            headline := _held_out_headline(trained, is_over=is_over)
-            or _curve_headline(trained, is_over=is_over)
-        )
-        is not None
-    ):
-        return headline
+    if trained is not None:
+        headline = _held_out_headline(trained, is_over=is_over) or _curve_headline(trained, is_over=is_over)
+        if headline is not None:
+            return headline
     return Headline("No checkpoint was evaluated" if other and is_over else "No results yet", tuple(other))
 
 
-def _climb_headline(
-    climb: Comparison, before: Evaluation, after: Evaluation, trained: Training | None
+def _comparison_headline(
+    comparison: Comparison, before: Evaluation, after: Evaluation, trained: Training | None
 ) -> Headline:
-    start, end = climb.accuracy
-    change = climb.differences.get("pass@1")
+    start, end = comparison.accuracy
+    change = comparison.differences.get("pass@1")
     if change is None:
         title = f"pass@1 was {format_percent(start)}, then {format_percent(end)} on different tasks"
     elif _direction(change):
@@ -95,13 +91,13 @@ def _climb_headline(
     if change is not None:
         title += "".join(
             f"; {_describe_move(name, other, before.measures[name][0], after.measures[name][0])}"
-            for name, other in climb.differences.items()
+            for name, other in comparison.differences.items()
             if name != "pass@1" and _direction(other) not in (0, _direction(change))
         )
     paragraphs = [_describe_basis(change, after, trained)]
-    if explained := _explain_change(climb, before, after):
+    if explained := _explain_change(comparison, before, after):
         paragraphs.append(explained)
-    return Headline(title, tuple(paragraphs), _explain_split(climb))
+    return Headline(title, tuple(paragraphs), _explain_split(comparison))
 
 
 def _direction(change: Interval) -> int:
@@ -128,14 +124,14 @@ def _describe_basis(change: Interval | None, after: Evaluation, trained: Trainin
     )
 
 
-def _explain_change(climb: Comparison, before: Evaluation, after: Evaluation) -> str:
+def _explain_change(comparison: Comparison, before: Evaluation, after: Evaluation) -> str:
     sentences = []
-    parts = _effect_totals(climb)
+    parts = _effect_totals(comparison)
     if parts is not None:
         share, accuracy = parts
         total = share + accuracy
         if abs(total) >= 0.01 and share * total >= 0 and accuracy * total >= 0:
-            moved = max(climb.contributions, key=lambda contribution: contribution.from_share)
+            moved = max(comparison.contributions, key=lambda contribution: contribution.from_share)
             sentences.append(
                 f"{share / total:.0%} of the change comes from choosing “{moved.strategy}” more often "
                 f"({format_percent(moved.share[0], 0)} → {format_percent(moved.share[1], 0)} of answers), "
@@ -146,7 +142,7 @@ def _explain_change(climb: Comparison, before: Evaluation, after: Evaluation) ->
             )
     for name in [measure for measure in before.measures if measure not in ("pass@1", "greedy")][-1:]:
         could, does = before.measures[name][0], after.measures["pass@1"][0]
-        change = climb.differences.get(name)
+        change = comparison.differences.get(name)
         moved_to = format_percent(after.measures[name][0]) if name in after.measures else ""
         if change is not None and moved_to and _direction(change) < 0:
             lost = "the model can no longer solve tasks that it solved sometimes before"
@@ -162,25 +158,25 @@ def _explain_change(climb: Comparison, before: Evaluation, after: Evaluation) ->
     return " ".join(sentences)
 
 
-def _effect_totals(climb: Comparison) -> tuple[float, float] | None:
-    if len(climb.contributions) < 2:
+def _effect_totals(comparison: Comparison) -> tuple[float, float] | None:
+    if len(comparison.contributions) < 2:
         return None
     return (
-        sum(contribution.from_share for contribution in climb.contributions),
-        sum(contribution.from_accuracy for contribution in climb.contributions),
+        sum(contribution.from_share for contribution in comparison.contributions),
+        sum(contribution.from_accuracy for contribution in comparison.contributions),
     )
 
 
-def _explain_split(climb: Comparison) -> str:
-    parts = _effect_totals(climb)
+def _explain_split(comparison: Comparison) -> str:
+    parts = _effect_totals(comparison)
     if parts is None:
         return "The environment recognized only one strategy, so the whole change is accuracy within it."
     share, accuracy = parts
-    change = climb.accuracy[1] - climb.accuracy[0]
+    change = comparison.accuracy[1] - comparison.accuracy[0]
     text = (
         "A policy improves by choosing better strategies, or by becoming more accurate within a strategy. "
-        f"From “{climb.before_label}” to “{climb.after_label}”, {format_points(share)} points came from the"
-        f" choice of strategy and {format_points(accuracy)} from accuracy within strategies."
+        f"From “{comparison.before_label}” to “{comparison.after_label}”, {format_points(share)} points came"
+        f" from the choice of strategy and {format_points(accuracy)} from accuracy within strategies."
     )
     if abs(share + accuracy - change) > 0.0005:
         text += (
@@ -193,11 +189,9 @@ def _explain_split(climb: Comparison) -> str:
 
 def _evaluation_headline(evaluation: Evaluation) -> Headline:
     mean, low, high = evaluation.measures["pass@1"]
-    interval = (
-        ""
-        if low is None or high is None
-        else f", 95% interval {format_percent(low)} to {format_percent(high)}"
-    )
+    interval = ""
+    if low is not None and high is not None:
+        interval = f", 95% interval {format_percent(low)} to {format_percent(high)}"
     return Headline(
         f"pass@1 is {format_percent(mean)}{' before training' if evaluation.label == UNTRAINED else ''}",
         (f"On {evaluation.tasks} held-out tasks, {evaluation.samples} samples each{interval}.",),

@@ -1,4 +1,4 @@
-"""The health of an attempt, from its files alone: it may be running, finished or dead."""
+"""The health of an attempt, from its files alone. The attempt may be running, finished or dead."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from perilune.metrics.rounding import ROUNDING
 from perilune.ui.attempt import Attempt
 from perilune.ui.view import StageView
 
-MAX_JUDGED_STEPS = 1500  # steps to judge; a finding from before seems to begin at the first of them
+MAX_JUDGED_STEPS = 1500  # latest steps to judge; an older finding is dated to the first of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def assess_attempt(attempt: Attempt, *, here: bool = True, now: float | None = N
     """Return the verdict on the latest steps of an attempt; healthy if it has not written a step.
 
     Args:
-        here: whether it runs on this machine, so that its files show a missing heartbeat.
+        here: whether the attempt is on this machine. If not, the age of its files is not judged.
         now: seconds since the epoch.
     """
     spec = attempt.spec

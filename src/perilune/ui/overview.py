@@ -8,6 +8,7 @@ from typing import Any
 from perilune.plural import plural
 from perilune.ui.attempt import Attempt
 from perilune.ui.provenance import Pairs, Provenance, find_model, format_document, stage_facts
+from perilune.ui.traces import TRACE_TASKS
 from perilune.ui.view import ExperimentView, StageView
 
 Fact = tuple[str, str, str]  # name, value, detail
@@ -19,8 +20,8 @@ class Stage:
     """One run as the provenance section shows it.
 
     Attributes:
-        parent: stage whose checkpoint it starts from; "" for the model itself, or for none.
-        uses: other stages that it reads, with the field of the recipe that names them.
+        parent: stage whose checkpoint it starts from; "" if it starts from the model or has no checkpoint.
+        uses: (recipe field, stage) for each other stage whose output it reads.
     """
 
     name: str
@@ -55,15 +56,15 @@ def describe_stage(
     """Return one run for the provenance section.
 
     Args:
-        declared: its settings in the recipe, for a stage that has not begun.
+        declared: settings of the stage in the recipe, for a stage that has not begun.
+        names: names of all stages.
     """
     facts = stage_facts(stage, attempt)
     spec = attempt.spec or declared
     read = {field: value for field, value in spec.items() if isinstance(value, str) and value in names}
-    if stage.task == "collect" and "rows" in attempt.summary:
-        facts.append(
-            ("Traces", f"{attempt.summary['rows']:,} kept, {attempt.summary.get('rejected', 0):,} rejected")
-        )
+    if stage.task in TRACE_TASKS and "rows" in attempt.summary:
+        rows, rejected = attempt.summary["rows"], attempt.summary.get("rejected", 0)
+        facts.append(("Traces", f"{rows:,} kept, {rejected:,} rejected"))
     if data := describe_data(attempt.summary):
         facts.append(("Data", data))
     return Stage(
@@ -93,14 +94,11 @@ def list_placements(view: ExperimentView) -> list[dict[str, Any]]:
     order = list(names)
     if all(attempt.number == 1 and attempt.placement == "local" for attempt in view.placed):
         return []
-    return [
-        asdict(attempt)
-        | {
-            "stage": names[attempt.run_id],
-            "seconds": max(0.0, (attempt.ended or time.time()) - attempt.began),
-        }
-        for attempt in sorted(view.placed, key=lambda attempt: (order.index(attempt.run_id), attempt.number))
-    ]
+    placements = []
+    for attempt in sorted(view.placed, key=lambda attempt: (order.index(attempt.run_id), attempt.number)):
+        seconds = max(0.0, (attempt.ended or time.time()) - attempt.began)
+        placements.append(asdict(attempt) | {"stage": names[attempt.run_id], "seconds": seconds})
+    return placements
 
 
 def worst_state(stages: Sequence[StageView]) -> str:
@@ -128,7 +126,7 @@ def list_notices(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Notice]:
             done, total, unit = (attempt.progress.get(key) for key in ("done", "total", "unit"))
             text = f"{done} of {total} {unit} were done when this was written." if total else ""
             notices.append(Notice("active", f"Stage {stage.name} is still running.", text))
-        if attempt.summary.get("kind") == "evaluation":  # warnings of a training stand in its description
+        if attempt.summary.get("kind") == "evaluation":  # the description of a training has its warnings
             notices += [
                 Notice("warning", f"Stage {stage.name}:", warning)
                 for warning in attempt.summary.get("warnings", ())
@@ -149,7 +147,7 @@ def describe_results(pairs: Sequence[tuple[StageView, Attempt]]) -> list[str]:
         f"Stage {stage.name} made {attempt.summary['rows']:,} verified traces and rejected "
         f"{attempt.summary.get('rejected', 0):,} candidates."
         for stage, attempt in pairs
-        if stage.task == "collect" and "rows" in attempt.summary
+        if stage.task in TRACE_TASKS and "rows" in attempt.summary
     ] + [
         f"Stage {stage.name} trained on {data}."
         for stage, attempt in pairs

@@ -3,19 +3,19 @@
 from collections.abc import Sequence
 from typing import Any
 
-Piece = int | str  # an index into the vocabulary's table, or the text of a part of a character
+Piece = int | str  # an index into the vocabulary's table, or a text
 
-_HALF = "\ufffd"  # decoded from a part of a character
+_HALF = "\ufffd"  # what a part of a character decodes to
 
 
 class Vocabulary:
-    """Texts of single tokens, in a table that grows as tokens occur.
+    """The texts of the tokens that occurred so far.
 
     Args:
         document: text of tokenizer.json.
 
     Attributes:
-        table: (text, is special) of the tokens so far; pieces are indices into it.
+        table: (text, is special) by index; pieces are indices into it.
     """
 
     def __init__(self, document: str) -> None:
@@ -38,13 +38,14 @@ class Vocabulary:
 
     def pieces(self, token_ids: Sequence[int], text: str) -> list[Piece] | None:
         """Return one piece for each token; None if they do not join to `text` without special tokens."""
-        alone = [self.alone(token) for token in token_ids]
-        if self._joined(alone) == text:
-            return list(alone)
-        together = self.loose(token_ids)
-        return together if self._joined(together) == text else None
+        single: list[Piece] = [self.token_piece(token) for token in token_ids]
+        if self._joined(single) == text:
+            return single
+        decoded = self.decode_pieces(token_ids)
+        return decoded if self._joined(decoded) == text else None
 
-    def alone(self, token: int) -> int:
+    def token_piece(self, token: int) -> int:
+        """Return the index of a token's text in `table`, adding the text if it is new."""
         if token not in self._index:
             is_special = token in self._special
             text = self._backend.id_to_token(token) if is_special else self._backend.decode([token])
@@ -52,13 +53,13 @@ class Vocabulary:
             self.table.append((text or "", is_special))
         return self._index[token]
 
-    def loose(self, token_ids: Sequence[int]) -> list[Piece]:
-        """Return one piece for each token, without a text to join to. A character is at its last token."""
+    def decode_pieces(self, token_ids: Sequence[int]) -> list[Piece]:
+        """Return one piece for each token. The last token of a character gets the whole character."""
         pieces: list[Piece] = []
         pending: list[int] = []
         for token in token_ids:
             if token in self._special:
-                pieces.append(self.alone(token))
+                pieces.append(self.token_piece(token))
                 continue
             pending.append(token)
             text = self._backend.decode(pending)

@@ -31,7 +31,7 @@ class Provenance:
 
 
 def collect_provenance(view: ExperimentView, attempts: Sequence[Attempt]) -> Provenance:
-    """Return the provenance of an experiment, with machine and software of the last run with a record."""
+    """Return the provenance of an experiment, with the machine and the software of its last recorded run."""
     precheck = next((attempt.precheck for attempt in reversed(attempts) if attempt.precheck), {})
     machine = precheck.get("machine") or {}
     return Provenance(
@@ -46,7 +46,7 @@ def collect_provenance(view: ExperimentView, attempts: Sequence[Attempt]) -> Pro
 
 
 def name_machine(machine: Mapping[str, Any]) -> str:
-    """Return the processor or the GPUs as a short name."""
+    """Return the name of the GPUs, or else of the processor."""
     gpus = [str(gpu.get("name")) for gpu in machine.get("gpus") or ()]
     if gpus:
         names = dict.fromkeys(gpus)
@@ -66,12 +66,8 @@ def _machine_facts(machine: Mapping[str, Any]) -> Pairs:
         facts.append(("Cores", f"{usable:g} usable of {logical} logical, {physical} physical"))
         facts.append(("Instructions", " ".join(processor.get("simd") or ())))
     if memory:
-        facts.append(
-            (
-                "Memory",
-                f"{memory.get('usable', 0) / 1e9:.1f} GB usable of {memory.get('total', 0) / 1e9:.1f} GB",
-            )
-        )
+        usable, total = (memory.get(key, 0) / 1e9 for key in ("usable", "total"))
+        facts.append(("Memory", f"{usable:.1f} GB usable of {total:.1f} GB"))
     for gpu in machine.get("gpus") or ():
         facts.append(
             ("GPU", f"{gpu.get('name')}, {gpu.get('memory', 0) / 1e9:.0f} GB, driver {gpu.get('driver')}")
@@ -80,38 +76,28 @@ def _machine_facts(machine: Mapping[str, Any]) -> Pairs:
     return [*facts, ("System", system)] if system else facts
 
 
-def _software_name(seen: Mapping[str, Any]) -> str:
-    python, torch = seen.get("python") or {}, seen.get("torch") or {}
+def _software_name(precheck: Mapping[str, Any]) -> str:
+    python, torch = precheck.get("python") or {}, precheck.get("torch") or {}
     names = [f"Python {python['version']}" if python else "", f"torch {torch['version']}" if torch else ""]
     return ", ".join(name for name in names if name)
 
 
-def _software_facts(seen: Mapping[str, Any]) -> Pairs:
+def _software_facts(precheck: Mapping[str, Any]) -> Pairs:
     facts: Pairs = []
-    python, torch, git = (seen.get(name) or {} for name in ("python", "torch", "git"))
+    python, torch, git = (precheck.get(name) or {} for name in ("python", "torch", "git"))
     if python:
-        facts.append(
-            (
-                "Python",
-                f"{python['version']} ({python.get('implementation', '')}, {python.get('compiler', '')})",
-            )
-        )
+        build = f"{python.get('implementation', '')}, {python.get('compiler', '')}"
+        facts.append(("Python", f"{python['version']} ({build})"))
     if torch:
         cuda = f"CUDA {torch['cuda']}" if torch.get("cuda") else "CPU build"
-        facts.append(
-            (
-                "torch",
-                f"{torch['version']}, {cuda}, {torch.get('threads')} threads, "
-                f"{torch.get('cpu_capability', '')}",
-            )
-        )
+        build = f"{cuda}, {torch.get('threads')} threads, {torch.get('cpu_capability', '')}"
+        facts.append(("torch", f"{torch['version']}, {build}"))
     if git:
-        changes = (
-            f"{git.get('changed', 0)} tracked files changed, {len(git.get('untracked') or ())} untracked"
-        )
+        untracked = len(git.get("untracked") or ())
+        changes = f"{git.get('changed', 0)} tracked files changed, {untracked} untracked"
         facts.append(("Commit", str(git.get("commit") or "none yet")))
         facts.append(("Checkout", f"with uncommitted changes ({changes})" if git.get("dirty") else "clean"))
-    elif seen:
+    elif precheck:
         facts.append(("Commit", "installed package, no checkout"))
     return facts
 

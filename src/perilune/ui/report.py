@@ -37,7 +37,7 @@ SCRIPTS = (
     "report.js",
 )
 LIVE_SCRIPTS = (*SCRIPTS, "live.js")
-SHARED_SCRIPTS = CHART_SCRIPTS[:2]  # their names are global
+SHARED_SCRIPTS = CHART_SCRIPTS[:2]  # all scripts use the names that these define
 STYLES = ("vendor/uPlot.min.css", "report.css")
 LICENSES = ("vendor/uPlot.LICENSE",)
 
@@ -60,7 +60,8 @@ def render_report(
     """Return the whole page as HTML text.
 
     Args:
-        live: where its scripts find episodes and news; None for a page that contains everything.
+        live: `base`, the path below which the scripts find episodes and events, and `offsets`, the sizes of
+            the files that the page was read from; None for a page that contains everything.
     """
     document = report_document(data) | {"live": live, "index": "/" if live else None}
     index, blocks = _episode_blocks(data.library)
@@ -82,10 +83,10 @@ def render_page(
     """Return a self-contained page.
 
     Args:
-        names: of its scripts, in the order of execution.
-        document: the data that its scripts read: JSON values and dataclasses.
+        names: asset files of the scripts, in the order of execution.
+        document: the data that the scripts read: JSON values and dataclasses.
         blocks: further elements with data.
-        live: whether the scripts may ask the server that the page came from.
+        live: whether the scripts may send requests to the page's server.
     """
     assets = files("perilune.ui") / "assets"
     style = "".join((assets / name).read_text(encoding="utf-8") for name in STYLES)
@@ -96,7 +97,7 @@ def render_page(
         style=style,
         data="\n".join([render_data_block("report-data", embeddable_json(to_plain(document))), *blocks]),
         licenses="\n".join((assets / name).read_text(encoding="utf-8") for name in LICENSES),
-        # All use the names of SHARED_SCRIPTS; the others are modules, so that their names do not collide.
+        # The other scripts are modules, so that their names do not collide.
         scripts="\n".join(
             f"<script{'' if name in SHARED_SCRIPTS else ' type=module'}>{script}</script>"
             for name, script in zip(names, scripts, strict=True)
@@ -119,7 +120,7 @@ def _hash(text: str) -> str:
 
 
 def render_data_block(name: str, json_text: str) -> str:
-    """Return an element with JSON, which no browser runs."""
+    """Return an element with JSON, which browsers do not execute."""
     return f'<script type="application/json" id="{name}">{json_text}</script>'
 
 
@@ -161,11 +162,9 @@ def _episode_blocks(library: EpisodeLibrary) -> tuple[dict[str, Any], list[str]]
 
 
 def _episodes_lead(library: EpisodeLibrary) -> str:
+    color = "The darker the color of a token, the lower its probability under the policy."
     if any(stage.steps or any(episode_set.name for episode_set in stage.sets) for stage in library.stages):
-        return (
-            "Prompts, answers and rewards, read from the files of the runs. The darker the color of a "
-            "token, the lower its probability under the policy."
-        )
+        return f"Prompts, answers and rewards, read from the files of the runs. {color}"
     embedded = sum(episode_set.embedded for episode_set in library.sampled)
     total = sum(episode_set.total for episode_set in library.sampled)
     included = f"This file contains all {total:,} episodes."
@@ -176,7 +175,4 @@ def _episodes_lead(library: EpisodeLibrary) -> str:
         )
     if library.steps_left_out:
         included += f" {library.steps_left_out:,} steps are omitted."
-    return (
-        f"Prompts, answers and rewards. {included} The darker the color of a token, the lower its "
-        "probability under the policy."
-    )
+    return f"Prompts, answers and rewards. {included} {color}"

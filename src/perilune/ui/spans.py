@@ -1,4 +1,4 @@
-"""Data of the page about the agents of an episode and its process rewards."""
+"""Data of the page about an episode's sub-agents and process rewards."""
 
 import math
 from typing import Any
@@ -9,7 +9,11 @@ from perilune.ui.turns import shorten_messages
 
 
 def span_lanes(episode: Episode, most: int) -> dict[str, Any] | None:
-    """Return the lanes of an episode, or None without sub-agents; texts have at most `most` characters."""
+    """Return one lane for each agent of an episode, or None without sub-agents.
+
+    Args:
+        most: maximum number of characters of each text.
+    """
     if not episode.spans:
         return None
     return {

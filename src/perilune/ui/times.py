@@ -27,11 +27,8 @@ def timeline_charts(stages: Sequence[Stage]) -> list[Figure]:
             begin += run.seconds
     x = {"as": "clock", "domain": (0, total or 1.0), "label": "time in stages, end to end"}
     title = f"Stages, {format_duration(total)} in all"
-    return (
-        [{"kind": "rows", "key": "timeline", "title": title, "rowHeight": 28, "x": x, "rows": rows}]
-        if rows
-        else []
-    )
+    figure = {"kind": "rows", "key": "timeline", "title": title, "rowHeight": 28, "x": x, "rows": rows}
+    return [figure] if rows else []
 
 
 def part_time_charts(stages: Sequence[tuple[str, Mapping[str, float] | None]]) -> list[Figure]:

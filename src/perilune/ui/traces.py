@@ -10,13 +10,14 @@ from perilune.ui.episodes import EpisodeSet, StageEpisodes
 from perilune.ui.turns import ASSISTANT, shorten, shorten_messages, split_turns
 
 TRACE_TASKS = ("collect", "rejection_sampling")
+LISTED_TASK = "collect"  # the task under which the browser lists traces
 TRACE_FILES = {"verified traces": "records.jsonl", "refused candidates": "rejected.jsonl"}
 MAX_KEPT = 300
 MAX_REFUSED = 100
 
 
 def sample_traces(stage: str, attempt: Attempt) -> StageEpisodes | None:
-    """Return an evenly spaced sample of the traces of a collect stage, or None without traces."""
+    """Return an evenly spaced sample of the traces of a stage, or None without traces."""
     if attempt.root is None:
         return None
     folder = attempt.root / "artifacts" / "traces"
@@ -29,7 +30,7 @@ def sample_traces(stage: str, attempt: Attempt) -> StageEpisodes | None:
     ]
     filled = [episode_set for episode_set in sets if episode_set.total]
     strategies = sorted({_strategy(row) for row in kept})
-    return StageEpisodes(stage, "collect", None, filled, strategies) if filled else None
+    return StageEpisodes(stage, LISTED_TASK, None, filled, strategies) if filled else None
 
 
 def _trace_set(label: str, step: int, rows: Sequence[Mapping[str, Any]], chosen: Sequence[int]) -> EpisodeSet:

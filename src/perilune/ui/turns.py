@@ -1,4 +1,4 @@
-"""The turns of an episode."""
+"""Splits an episode into turns and tokens, and shortens long texts."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
@@ -53,7 +53,7 @@ def list_turns(episode: Episode) -> list[dict[str, Any]] | None:
 
 
 def split_pieces(vocabulary: Vocabulary, episode: Episode) -> list[Piece] | None:
-    """Return one piece for each token; None if the vocabulary does not spell the policy's text."""
+    """Return one piece for each token; None if they do not join to the policy's text."""
     token_ids = episode.token_ids.tolist()
     if episode.loss_mask.all():
         return vocabulary.pieces(token_ids, episode.text)
@@ -62,7 +62,7 @@ def split_pieces(vocabulary: Vocabulary, episode: Episode) -> list[Piece] | None
     pieces: list[Piece] = []
     for own, start, end in episode.runs():
         part = token_ids[start:end]
-        added = vocabulary.pieces(part, next(texts, "")) if own else vocabulary.loose(part)
+        added = vocabulary.pieces(part, next(texts, "")) if own else vocabulary.decode_pieces(part)
         if added is None:
             return None
         pieces += added

@@ -13,18 +13,18 @@ from perilune.files import read_json
 if TYPE_CHECKING:
     from perilune.control.queries.lookup import AttemptUse
 
-SEARCH_DEPTH = 5  # levels to search; a home has runs/<run>/attempts/<n>
+SEARCH_DEPTH = 4  # levels to search; a home has runs/<run>/attempts/<n>
 
 
 @dataclass(frozen=True, slots=True)
 class StageView:
-    """One stage of an experiment, as the control plane last saw it.
+    """One stage of an experiment.
 
     Attributes:
         state: state of its run ("queued", "active", "succeeded", "failed", "cancelled").
         attempt_dir: the folder of the current attempt, or None before the first.
         cause: why the run failed, or "".
-        here: whether it runs on this machine, so that its files are never behind.
+        here: whether the run is on this machine; files of remote runs are copies and may be outdated.
     """
 
     name: str
@@ -56,9 +56,9 @@ class ExperimentView:
 
 
 def view_folder(path: Path) -> ExperimentView:
-    """View an attempt directory, or a folder with attempts, without a control plane.
+    """Return the view of an attempt directory, or of a folder with attempts, without a control plane.
 
-    Takes the newest of several attempts of a run. Orders stages by the start of their attempts.
+    Uses the newest attempt of each run. Orders stages by the start of their attempts.
 
     Raises:
         RequestError: when there is no attempt directory at or below `path`.
@@ -66,15 +66,14 @@ def view_folder(path: Path) -> ExperimentView:
     if (path / "job.json").is_file():
         folders = [path]
     else:
-        folders = [
-            job.parent for depth in range(1, SEARCH_DEPTH) for job in path.glob("*/" * depth + "job.json")
-        ]
+        depths = range(1, SEARCH_DEPTH + 1)
+        folders = [job.parent for depth in depths for job in path.glob("*/" * depth + "job.json")]
     attempts = [folder for folder in folders if _has_begun(folder)]
     if not attempts:
         raise RequestError(
             "no attempt directory (job.json beside artifacts/ or runtime/) at or below this path",
             where=str(path),
-            remedy="an experiment or run of `perilune runs`, or the folder of an attempt",
+            remedy="name an experiment or run of `perilune runs`, or the folder of an attempt",
         )
     runs: dict[Path | str, list[Path]] = {}
     for folder in attempts:
@@ -96,7 +95,7 @@ def derive_seed(stages: Sequence[StageView]) -> int:
 
 
 def _has_begun(folder: Path) -> bool:
-    """Return whether `folder` is an attempt, and not a frozen bundle."""
+    """Return whether `folder` is an attempt, not only a frozen bundle."""
     artifacts = folder / "artifacts"
     return (folder / "runtime" / "claim.json").exists() or (artifacts.is_dir() and any(artifacts.iterdir()))
 
@@ -118,7 +117,7 @@ def _view_attempt(attempt: Path, attempts: int) -> StageView:
 
 
 def read_state(attempt: Path) -> tuple[str, str]:
-    """Return state and cause of an attempt from its files; it is active until its verdict is written."""
+    """Return state and cause of an attempt from its files. It is active until result.json exists."""
     result_file = attempt / "runtime" / "result.json"
     if not result_file.exists():
         return "active", ""

@@ -3,7 +3,7 @@ const charts = new Set();
 let smoothing = 0;
 
 // --- colors
-// The canvas needs the value of a color variable; `share` is its opacity in percent.
+// The value of a color variable, which the canvas needs; `share` is the opacity in percent.
 const probe = document.body.appendChild(h("i", { hidden: true }));
 const inks = new Map();
 function ink(name, share = 100) {
@@ -65,7 +65,8 @@ function framed(spec, legend) {
 const noData = () => h("p.empty", "no data yet");
 const titleAt = ({ name }, text) => (name ? `${name} ${text}` : text);
 
-// Let the keyboard select one of places(). current(): the selected one; read(place): selects it, or none if it is null.
+// Let the keyboard select a place. places() returns all places, current() the selected one; read(place) selects a
+// place, or none if it is null.
 function listen(stage, { places, current, read, keys }) {
   stage.addEventListener("blur", () => read(null));
   stage.addEventListener("keydown", event => {
@@ -87,7 +88,7 @@ const CLOCK_STEPS = [...decades(-6, 6), 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 
 const stepsOf = axis => (axis.integer ? WHOLE : axis.time ? CLOCK_STEPS : undefined);
 
 // --- zoom
-// The range of the x axis that the charts of a group show, in the unit of the axis; undefined for the whole axis.
+// The range of the x axis that a group of charts shows, in the unit of the axis; undefined for the whole axis.
 function zoomOf({ group, x }) {
   const [unit, ...ends] = Address.get(`zoom.${group}`).split("~");
   const range = ends.map(Number);
@@ -248,7 +249,8 @@ function plotted(spec, reading, pad = [0, 0]) {
     return spec.total ? [...rows, { name: "total", value: y.format(sum(found.map(([one, index]) => one.y[index]))) }] : rows;
   }
 
-  // Show the values at a place; null goes back to the last place in the legend. The chart under the pointer has an event.
+  // Show the values at a place, or in the legend those at the last place if it is null. Only the chart under the
+  // pointer gets an event, and shows a tooltip.
   function show(value, event) {
     at = value;
     const rows = rowsAt(value ?? last(visible()));
@@ -322,7 +324,7 @@ function ema(values, weight) {
 
 const QUIET = { isQuiet: true, width: 0, points: { show: false } };
 
-// The places of values without a neighbor, which no line shows. Undefined values are those of other series.
+// The indices of values without a neighbor, which no line shows. Undefined values belong to other series.
 function lonely(values) {
   const known = [...values.keys()].filter(index => values[index] !== undefined);
   const isAlone = (index, place) => [place - 1, place + 1].every(other => !isNumber(values[known[other]]));
@@ -424,7 +426,7 @@ function bars(spec) {
     }));
   const y = { tick: value => spec.y.format(Math.abs(value)), ...spec.y };
   const look = { height: 180, quietLegend: true, legend: spec.series, ...spec, x: { ...spec.x, time: false }, y };
-  // The first bars of a stack stand before the others.
+  // In a stack, the first series is drawn last, in front of the others.
   return plotted(look, () => ({ series: centers.length ? series : [], columns: columns().reverse() }), [width / 2, width / 2]);
 }
 

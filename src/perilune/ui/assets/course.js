@@ -20,7 +20,7 @@ function setAxis() {
   for (const { stage } of Data.training) for (const group of ["training", "main"]) Charts.refresh(`${group}-${stage}`);
 }
 
-// The place of each step on the axis. Rows that arrive later are added here.
+// The value of each step on the axis. For steps that arrived later, the page adds up tokens or seconds.
 function reached({ columns, timings }) {
   const counted = columns[`reached/${axis}`];
   if (axis === "step" || !counted) return columns.step;
@@ -94,7 +94,7 @@ function block(training) {
   );
 }
 
-// The main curve of the last training, for a head without evaluations; null without training.
+// The main curve of the last rl stage, or else of the last training; null without training.
 function mainChart() {
   const training = [...Data.training].reverse().sort((a, b) => (b.task === "rl") - (a.task === "rl"))[0];
   if (!training) return null;

@@ -126,14 +126,14 @@ const view = {
   detail: h("div.detail"),
   matrix: h("div.matrix"),
 };
-// The fields that the address and the server's search contain, by their names there.
+// The fields that are kept in the URL and sent to the server's search, by their names there.
 const fields = { q: view.search, reward: view.reward, strategy: view.strategy, finish: view.finish, group: view.group };
 Object.assign(fields, { least: view.least, most: view.most, sort: view.sort });
 view.stepControl = h("label.control", view.step, view.stepLabel);
 view.allControl = h("label.control", view.all, "all steps");
 
 function matches(loaded) {
-  const asked = words(view.search);
+  const isFound = wordFilter(view.search);
   const least = Number(view.least.value) || 0;
   const most = Number(view.most.value) || Infinity;
   const [strategy, finish, group] = [view.strategy.value, view.finish.value, view.group.value.trim()];
@@ -143,8 +143,7 @@ function matches(loaded) {
     if (finish && episode.finish !== finish) return false;
     if (episode.length < least || episode.length > most) return false;
     if (group && episode.group.id !== group) return false;
-    const text = [episode.text, episode.prompt, episode.group.task, episode.id, episode.failure].join("\n").toLowerCase();
-    return asked.every(word => text.includes(word));
+    return isFound([episode.text, episode.prompt, episode.group.task, episode.id, episode.failure].join("\n"));
   });
   const key = view.sort.value.replace("-", "");
   const sign = key === view.sort.value ? 1 : -1;
@@ -175,7 +174,7 @@ const begin = text => oneLine(text).slice(0, 160) || "(empty)";
 // The beginning of an answer, and its end, which has the result.
 const gist = line => (line.length > 90 ? `${line.slice(0, 40)} … ${line.slice(-45)}` : line || "(empty)");
 
-let turn = 0; // of the latest refresh; an older one that still waits draws nothing
+let turn = 0; // number of the latest refresh; an older refresh that still waits draws nothing
 async function refresh(keepSelection = false, wanted = null) {
   const mine = (turn += 1);
   const { stage } = state;
@@ -204,7 +203,7 @@ function showFound(found, sets, asked) {
   drawList(`${coverage} are ${live ? "shown" : "in this file"}`);
 }
 
-// Search all steps of a stage on the server, which sends results meanwhile.
+// Search all steps of a stage on the server, and show its reports while it searches.
 function searchRun(stage) {
   const values = Object.entries(fields).map(([name, field]) => [name, field.value.trim()]);
   const query = Object.fromEntries([...values, ["rows", state.shown]].filter(([, value]) => value));
@@ -500,7 +499,7 @@ function open(name, step) {
   location.hash = addressOf(name, sets[far.indexOf(Math.min(...far))].label);
 }
 
-// Pass on the attempts at a task in all stages, from this file or from the server.
+// Call show() with the attempts at a task in all stages, from this file or from the server.
 async function attemptsAt(task, show) {
   if (live) {
     let [known, before] = [[], 0];

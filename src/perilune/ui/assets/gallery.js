@@ -59,11 +59,9 @@ const search = h("input", { type: "search", placeholder: "Name, concept or suppo
 const count = h("span.muted", { role: "status" });
 const tiles = h("div.tiles");
 function show() {
-  const asked = words(search);
-  const shown = Data.models.filter(model => {
-    const text = [model.name, model.id, model.model_type, model.runs.runs, ...model.concepts].join(" ").toLowerCase();
-    return asked.every(word => text.includes(word));
-  });
+  const isFound = wordFilter(search);
+  const textOf = model => [model.name, model.id, model.model_type, model.runs.runs, ...model.concepts].join(" ");
+  const shown = Data.models.filter(model => isFound(textOf(model)));
   tiles.replaceChildren(...shown.map(card));
   count.textContent = `${shown.length} of ${Data.models.length} models`;
 }

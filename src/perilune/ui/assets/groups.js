@@ -11,7 +11,7 @@ const ORDERS = {
   "highest reward first": (a, b) => mean(b) - mean(a),
 };
 const select = Page.select("Order of groups", Object.keys(ORDERS), () => redraw());
-let redraw = () => {}; // the matrix that is shown
+let redraw = () => {}; // draws the current matrix again
 Address.keep("groups", select);
 
 const isDead = group => new Set(rewards(group)).size < 2;
@@ -35,7 +35,7 @@ const strip = (group, ...given) =>
     h("span.mean", rewards(group).length ? Format.number(mean(group), 2) : "–"),
   );
 
-// The matrix of the groups of these episodes; nothing if no group has several episodes.
+// The matrix of the groups of episodes, as elements; none for fewer than two groups of several episodes.
 function matrix(episodes, pick) {
   const groups = [...new Set(episodes.map(one => one.group))].filter(group => group.members.length > 1);
   if (groups.length < 2) return [];

@@ -80,12 +80,9 @@ function row(one) {
 }
 
 function draw() {
-  const asked = words(search);
-  const shown = Data.experiments.filter(one => {
-    if (state.value && one.state !== state.value) return false;
-    const text = [one.name, one.experiment_id, ...one.overrides, ...one.stages.map(stage => stage.stage)].join(" ").toLowerCase();
-    return asked.every(word => text.includes(word));
-  });
+  const isFound = wordFilter(search);
+  const textOf = one => [one.name, one.experiment_id, ...one.overrides, ...one.stages.map(stage => stage.stage)].join(" ");
+  const shown = Data.experiments.filter(one => (!state.value || one.state === state.value) && isFound(textOf(one)));
   const at = document.activeElement;
   const focused = at?.closest(".experiments li")?.lastChild.getAttribute("href");
   list.replaceChildren(...shown.map(row));

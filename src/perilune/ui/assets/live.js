@@ -34,7 +34,7 @@ source.addEventListener("steps", event => {
   append(training.timings, news.timings);
   training.steps_total = Math.max(training.steps_total, training.columns.step.length);
   training.steps_kept = training.steps_total;
-  if (Object.keys(training.columns).length > columns) next = 0; // the server knows their charts
+  if (Object.keys(training.columns).length > columns) next = 0; // load the charts of the new columns
   Episodes.add(news.stage, news.episodes);
   if (!pending.size) setTimeout(draw, document.hidden ? 2000 : 150);
   pending.add(news.stage);
@@ -47,10 +47,10 @@ source.addEventListener("status", event => {
 });
 source.addEventListener("changed", reload);
 
-// The rest of the page is read again at intervals that cost the machine little.
-const SOON = 15_000; // milliseconds
-const SELDOM = 60; // times the duration of one reading
-let next = performance.now() + SOON;
+// The rest of the page is loaded again after a pause, so that loading takes at most 1/60 of the time.
+const MIN_PAUSE = 15_000; // milliseconds
+const PAUSE_FACTOR = 60; // a pause is at least this many times as long as the loading before it
+let next = performance.now() + MIN_PAUSE;
 async function readAgain() {
   const began = performance.now();
   if (document.hidden || began < next) return;
@@ -67,7 +67,7 @@ async function readAgain() {
     }
     Report.refresh();
   } finally {
-    next = performance.now() + Math.max(SOON, SELDOM * (performance.now() - began));
+    next = performance.now() + Math.max(MIN_PAUSE, PAUSE_FACTOR * (performance.now() - began));
   }
 }
 

@@ -29,9 +29,13 @@ const sum = values => values.reduce((total, value) => total + (value || 0), 0);
 const last = values => values[values.length - 1];
 const clamp = (low, value, high) => Math.max(low, Math.min(high, value));
 const spaced = name => name.replaceAll("_", " ");
-const words = input => input.value.toLowerCase().split(/\s+/).filter(Boolean);
+// A function that tells whether a text contains all words of a search field, ignoring case.
+const wordFilter = input => {
+  const words = input.value.toLowerCase().split(/\s+/).filter(Boolean);
+  return text => words.every(word => text.toLowerCase().includes(word));
+};
 
-// Let a format print "–" for an unknown value.
+// Return a format that prints "–" for an unknown value.
 const known = format => (value, ...more) => (isNothing(value) || Number.isNaN(value) ? "–" : format(value, ...more));
 
 const Format = {
@@ -108,7 +112,7 @@ const Page = (() => {
   const chip = (...given) => button("chip", ...given);
   const plain = (...given) => button("plain", ...given);
 
-  // A choice; an option is a text, or a pair of its value and its text.
+  // A select element. An option is a text, or a pair of value and text.
   function select(label, options, onchange, value) {
     const pairs = options.map(one => (Array.isArray(one) ? one : [one, one]));
     const element = h("select", { "aria-label": label, onchange }, pairs.map(([key, text]) => h("option", { value: key }, text)));
@@ -116,7 +120,7 @@ const Page = (() => {
     return element;
   }
 
-  // Keys move the focus among the elements that match: {key: how far}.
+  // Move the focus among the elements that match a selector. `steps` has, by key, how many elements to move.
   function moveFocus(event, selector, steps) {
     const all = [...event.currentTarget.querySelectorAll(selector)];
     const next = steps[event.key] && all[Math.max(-1, all.indexOf(document.activeElement)) + steps[event.key]];
@@ -200,8 +204,8 @@ const Page = (() => {
   return { section, part, table, chip, plain, select, moveFocus, messages, copyable, definitions, finish };
 })();
 
-// The query of the address contains the settings of the reader. So a copy of the address, and going back, show the
-// same view. "#" is the name of the fragment.
+// Keeps the reader's settings in the query of the URL, so that a copied URL and the back button show the same view.
+// The name "#" stands for the fragment.
 const Address = (() => {
   const PAUSE = 150; // milliseconds between two writes: browsers refuse more than 200 in 30 seconds
   const restorers = [];
@@ -231,7 +235,7 @@ const Address = (() => {
     history.replaceState(null, "", url);
   }
 
-  // Keep the value of a field under a name, unless it is the value that the field has now.
+  // Keep the value of a field in the URL under a name, unless the field has its initial value.
   function keep(name, field) {
     const key = field.type === "checkbox" ? "checked" : "value";
     const usual = field[key];
@@ -239,13 +243,13 @@ const Address = (() => {
     restore(() => {
       const [shown, wanted] = [field[key], get(name)];
       field[key] = wanted || usual;
-      if (wanted && field[key] !== wanted && key === "value") field[key] = usual; // it is not offered here
+      if (wanted && field[key] !== wanted && key === "value") field[key] = usual; // the field has no such option
       if (field[key] !== shown) (field.oninput || field.onchange)();
     });
     return field;
   }
 
-  // Call a function now, and whenever the reader goes back or follows a link.
+  // Call a function now, and each time that the reader goes back or follows a link.
   function restore(show) {
     restorers.push(show);
     show();

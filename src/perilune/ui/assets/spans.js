@@ -30,7 +30,7 @@ function conversation({ name, id, messages }) {
   return h("details", title, Page.messages(messages));
 }
 
-// Lanes and the conversations of sub-agents; null for an episode without.
+// The lanes and the conversations of an episode's sub-agents; null without sub-agents.
 function lanes({ spans }) {
   if (!spans) return null;
   const rounds = Math.max(1, ...spans.lanes.flatMap(span => [...span.rounds.map(one => one + 1), span.joined]));

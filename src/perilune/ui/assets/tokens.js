@@ -19,18 +19,18 @@ function entropyAt(episode, place) {
   return sum([...shares, 1 - sum(shares)].map(one => (one > 0 ? -one * Math.log(one) : 0)));
 }
 
-// The log-prob of a token minus its log-prob under the reference: its sample of the KL, in nats.
+// The log-prob of a token minus its log-prob under the reference, a sample of the KL, in nats.
 const klAt = (episode, place) => (episode.logprobs[place] - episode.reference[place]) / 1000;
 
-// Depth of color of a token: none when it was certain, full at a probability of one in a thousand.
+// Depth of a token's color: none at probability 1, full at a probability of at most 1/1000.
 const heat = logprob => clamp(0, -logprob / 6.9, 1) ** 0.7 * 0.72;
 const uncertain = nats => Math.min(0.72, nats / 3);
 const signed = (value, most) => [value < 0 ? "var(--c2)" : "var(--c3)", (0.6 * Math.abs(value)) / (most || 1)];
 const versioned = version => [`var(--c${(Math.max(0, version) % 8) + 1})`, 0.35];
 const largest = values => Math.max(...values.map(value => Math.abs(value || 0)));
 
-// The ways to color tokens: the episodes that have the values, [color, depth from 0 to 1] of a token, and
-// the entries of its legend: [text, color, depth].
+// The ways to color tokens. has(episode): whether it has the values; of(episode, place): [color, depth from 0 to 1] of
+// a token; key(episode): entries [text, color, depth] of the legend.
 const MODES = {
   probability: {
     has: () => true,

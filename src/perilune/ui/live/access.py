@@ -12,7 +12,7 @@ from perilune.serve.address import has_token, is_for_this_machine
 
 COOKIE_NAME = "perilune"
 LOGIN_PATH = "/token"
-MAX_FORM_BYTES = 4096  # bytes
+MAX_FORM_BYTES = 4096
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -28,11 +28,11 @@ autocomplete="current-password" required autofocus></label> <button>Open</button
 
 
 class Access:
-    """Refuses requests of others, and adds the security headers to every answer.
+    """Refuses requests without access, and adds the security headers to every answer.
 
     Args:
-        token: that a request needs, as a bearer token or, from a browser, in the cookie that the form sets;
-            None if only this machine can connect.
+        token: token that requests need, as a bearer token or in the cookie that the login form sets; None to
+            answer only requests to localhost.
     """
 
     def __init__(self, app: ASGIApp, *, token: str | None) -> None:

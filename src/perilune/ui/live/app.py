@@ -28,10 +28,10 @@ from perilune.ui.live.search import Filters, find_attempts, search
 from perilune.ui.live.watch import Event, Offsets, Watch, file_offsets
 from perilune.ui.report import LIVE_SCRIPTS, render_page, render_report, report_document, to_plain
 
-POLL_INTERVAL_S = 0.5  # seconds between two reads of the files
+POLL_INTERVAL_S = 0.5
 MAX_STREAMS = 64
 MAX_COMPARED = 32
-DEFAULT_EXPERIMENTS = 50  # of the first page, without ?last=
+DEFAULT_EXPERIMENTS = 50  # listed experiments without ?last=
 LIST_SCRIPTS = ("page.js", "list.js")
 
 Kind = Literal["experiments", "runs"]
@@ -39,11 +39,7 @@ Last = Annotated[int, Query(ge=1, le=1000)]
 
 
 def make_app(control: Control, token: str | None) -> FastAPI:
-    """Return the application over one home.
-
-    Args:
-        token: that requests need; None if only this machine can connect.
-    """
+    """Return the application that shows one home. `token` is as in `Access`."""
     app = FastAPI(title="perilune ui", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Access, token=token)
     app.add_exception_handler(PeriluneError, _error_response)
@@ -67,7 +63,7 @@ def make_app(control: Control, token: str | None) -> FastAPI:
     def comparison(targets: str) -> str:
         chosen = targets.split(",")
         if len(chosen) > MAX_COMPARED:
-            raise RequestError(f"{len(chosen)} experiments are selected, and a page compares {MAX_COMPARED}")
+            raise RequestError(f"{len(chosen)} experiments are selected, but a page compares {MAX_COMPARED}")
         document = comparison_document(compare_experiments(control, chosen))
         document |= {"footer": footer, "index": "/"}
         return render_page(f"Comparison: {document['title']}", COMPARISON_SCRIPTS, document, live=True)
@@ -111,7 +107,7 @@ def make_app(control: Control, token: str | None) -> FastAPI:
         offsets: str = "{}",
         last_event_id: Annotated[str, Header()] = "",
     ) -> StreamingResponse:
-        view_in_home(control, target)  # so that an unknown target is an error and not an empty stream
+        view_in_home(control, target)  # an unknown target is an error, not an empty stream
         watch = Watch(lambda: view_in_home(control, target), _parse_offsets(last_event_id or offsets))
         return _stream_events(request, watch.poll, streams)
 
@@ -134,13 +130,13 @@ def _stream_events(
     return StreamingResponse(events(), media_type="text/event-stream")
 
 
-def _stream_items(request: Request, news: Iterator[Any], streams: asyncio.Semaphore) -> StreamingResponse:
-    """Return a stream of `news` as events, until the last or until the reader leaves."""
+def _stream_items(request: Request, items: Iterator[Any], streams: asyncio.Semaphore) -> StreamingResponse:
+    """Return a stream of `items` as events, until the last item or until the reader leaves."""
 
     async def events() -> AsyncIterator[str]:
         async with streams:
             while not request.app.state.closing and not await request.is_disconnected():
-                item = await run_in_threadpool(next, news, None)
+                item = await run_in_threadpool(next, items, None)
                 if item is None:
                     return
                 yield f"data: {json.dumps(to_plain(item))}\n\n"

@@ -22,7 +22,7 @@ COLUMNS = ["episode_id", "group_id", "task_id", "reward", "failure", "finish_rea
 STRATEGY_PREFIX = "strategy/"  # begins the names of metrics
 UNKNOWN = np.nan
 MAX_INDEXES = 16
-MAX_PENDING_FILES = 64  # files before their outlines are joined
+MAX_PENDING_FILES = 64  # pending outlines above which they are joined
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,11 +30,11 @@ class Outline:
     """Some episodes, one element each, in order of step.
 
     Attributes:
-        files: indices of their files in order of step.
-        rows: their rows in the file.
+        files: indices of the episodes' files, in order of step.
+        rows: rows in these files.
         tasks: numbers in `EpisodeIndex.tasks`.
         strategies: numbers in `EpisodeIndex.strategies`.
-        logprob: mean log-prob of the policy's tokens. Unknown values are NaN.
+        logprob: mean log-prob of the policy's tokens, in nats. Unknown rewards and advantages are NaN.
     """
 
     files: NDArray[np.int32]
@@ -68,28 +68,28 @@ class Outline:
 
 
 class EpisodeIndex:
-    """The outlines of the episode files of one attempt, read when first needed.
+    """The outlines of the episode files of one attempt. Reads a file when a search first needs it.
 
     A million episodes take about 200 MB.
 
     Attributes:
-        tasks: number of a task by its id.
-        strategies: number of a set of strategies.
+        tasks: numbers of tasks, by task id.
+        strategies: numbers of sets of strategies.
     """
 
     def __init__(self) -> None:
         self.tasks: dict[str, int] = {}
         self.strategies: dict[frozenset[str], int] = {}
-        self._joined: Outline | None = None  # of the first files
-        self._joined_count = 0  # number of these files
-        self._pending: list[Outline | None] = []  # of the files after them
+        self._joined: Outline | None = None  # outline of the first `_joined_count` files
+        self._joined_count = 0
+        self._pending: list[Outline | None] = []  # outlines of the following files
         self._unreadable: list[int] = []
         self._lock = Lock()  # requests come in threads
 
     def read(self, episode_files: Sequence[EpisodeFile], done: int) -> tuple[Outline | None, int]:
-        """Return the next outline after `done` files, and the number of files that are done then.
+        """Return the outline of the files after the first `done`, and the number of files read then.
 
-        Joined files come together. The files stay the same at each call; new ones come at the end.
+        Joined files are returned together. New files must come at the end of `episode_files`.
         """
         with self._lock:
             if done == 0 and len(self._pending) > MAX_PENDING_FILES:
@@ -160,7 +160,7 @@ class EpisodeIndex:
 
 
 class IndexCache:
-    """The indexes of the attempts that were searched last."""
+    """The indexes of the `MAX_INDEXES` attempts that were searched last."""
 
     def __init__(self) -> None:
         self._found: dict[Path | None, EpisodeIndex] = {}

@@ -14,7 +14,7 @@ from perilune.ui.view import StageView
 
 CHUNK_BYTES = 4 << 20  # bytes to read at a time; a longer line is skipped
 FOLLOWED_FILES = ("artifacts/metrics.jsonl", "artifacts/timings.jsonl")
-JUDGE_INTERVAL_FACTOR = 100  # judging takes at most one part in this many of the time
+JUDGE_INTERVAL_FACTOR = 100  # judging takes at most 1/100 of the time
 
 Row = dict[str, Any]
 
@@ -23,12 +23,12 @@ class StageFollower:
     """Follows one attempt.
 
     Args:
-        known: sizes of `FOLLOWED_FILES` that count as read; what lies beyond is new.
+        known: bytes of each of `FOLLOWED_FILES` that the reader has already.
 
     Attributes:
-        view: the stage as it was seen last.
-        attempt: its files, with all lines that were read.
-        offsets: bytes of `FOLLOWED_FILES` that were read.
+        view: the stage.
+        attempt: the attempt, with all lines that were read.
+        offsets: bytes of each of `FOLLOWED_FILES` that were read.
     """
 
     def __init__(self, view: StageView, known: Sequence[int] = (0, 0)) -> None:
@@ -40,18 +40,16 @@ class StageFollower:
         for index, most in enumerate(known):
             self._read(index, most)
 
-    def grow(self) -> tuple[list[Row], list[Row]]:
+    def read_new(self) -> tuple[list[Row], list[Row]]:
         """Return the new lines of metrics.jsonl and timings.jsonl."""
         return self._read(0), self._read(1)
 
     def health(self, now: float) -> list[StageHealth]:
-        """Return the verdict; the previous one if it took long."""
+        """Return the verdict at `now` (seconds since the epoch); the previous one if judging took long."""
         began = time.monotonic()
         if began >= self._next:
-            current = Attempt(
-                self.view.attempt_dir, known_lines=self.attempt.known_lines
-            )  # caches no old file
-            self._health = assess_stages([(self.view, current)], now)
+            fresh = Attempt(self.view.attempt_dir, known_lines=self.attempt.known_lines)  # without old files
+            self._health = assess_stages([(self.view, fresh)], now)
             self._next = time.monotonic() + JUDGE_INTERVAL_FACTOR * (time.monotonic() - began)
         return self._health
 

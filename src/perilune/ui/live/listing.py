@@ -17,13 +17,13 @@ from perilune.ui.overview import worst_state
 from perilune.ui.report import to_plain
 from perilune.ui.view import StageView
 
-SPARKLINE_POINTS = 60  # points of a sparkline
-# A sparkline shows the first of these that a stage has.
+SPARKLINE_POINTS = 60
+# A sparkline shows the first of these metrics that a stage has.
 SPARKLINE_METRICS = ("eval/heldout/pass@1", "pass_rate", "reward", "accuracy", "loss")
 
 
 class Listing:
-    """Reads the list: files of finished stages once, and of running stages only new lines."""
+    """Reads the experiments: the files of finished stages once, and of running stages only new lines."""
 
     def __init__(self, control: Control) -> None:
         self._control = control
@@ -72,7 +72,7 @@ class Listing:
         follower = self._followed.get(view.run_id)
         if follower is None or follower.view != view:
             follower = self._followed[view.run_id] = StageFollower(view)
-        follower.grow()
+        follower.read_new()
         progress = read_progress(view.attempt_dir) if view.attempt_dir and view.state == "active" else None
         document: dict[str, Any] = to_plain(
             {

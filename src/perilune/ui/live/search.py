@@ -18,8 +18,8 @@ from perilune.ui.episodes import RIGHT_REWARD, EpisodeFile, EpisodeSource, list_
 from perilune.ui.live.episode_index import EpisodeIndex, Outline
 from perilune.ui.turns import ASSISTANT, shorten
 
-REPORT_INTERVAL_S = 0.3  # seconds
-MAX_CHARACTERS = 400  # characters of an answer in a row
+REPORT_INTERVAL_S = 0.3
+MAX_CHARACTERS = 400  # characters of a prompt or an answer in a row
 TEXT_COLUMNS = ["text", "messages", "failure", "task_id", "episode_id"]
 
 Mask = NDArray[np.bool_]
@@ -44,8 +44,8 @@ def search(source: EpisodeSource, index: EpisodeIndex, filters: Filters) -> Iter
     """Search the files in order of step.
 
     Yields:
-        The first `rows` of the list, the number of episodes `found`, and the numbers of files `searched` so
-        far, `of` all, and `unreadable`. The last has searched all.
+        Reports with the first `rows`, the number of episodes `found`, and the numbers of files: `searched` so
+        far, `of` all, and `unreadable`. The last report covers all files.
     """
     sets = list(list_files(source))
     found: list[Outline] = []
@@ -63,7 +63,7 @@ def search(source: EpisodeSource, index: EpisodeIndex, filters: Filters) -> Iter
 def _match_parts(
     sets: Sequence[EpisodeFile], index: EpisodeIndex, filters: Filters
 ) -> Iterator[tuple[Outline | None, int]]:
-    """Yield the matching episodes, part by part, and the number of files searched."""
+    """Yield matching episodes, or None without any, and the number of files searched so far."""
     words = filters.q.split()
     outline, done = None, 0
     while done < len(sets):
@@ -86,11 +86,11 @@ def _match_parts(
 
 
 def find_attempts(task: str, sources: Sequence[EpisodeSource], index_of: Index) -> Iterator[dict[str, Any]]:
-    """Yield the episodes of one task in all stages.
+    """Search all stages for the episodes of one task.
 
     Yields:
-        `attempts`, the new ones, one for each step with the task, and the numbers of files `searched` so far
-        and `of` all. The last has searched all.
+        Reports with the new `attempts`, one for each step with the task, and the numbers of files: `searched`
+        so far and `of` all. The last report covers all files.
     """
     listed = [(source, index_of(source), list(list_files(source))) for source in sources]
     total = sum(len(sets) for *_, sets in listed)
@@ -164,7 +164,7 @@ def _match_reward(outline: Outline, kind: str) -> Mask:
 
 
 def _match_words(path: Path, words: Sequence[str]) -> Mask:
-    """Return a mask of the file's episodes that have all words in texts, ids or failure, in any case."""
+    """Return a mask of the file's episodes whose texts, ids or failure contain all words; ignores case."""
     table = read_columns(path, TEXT_COLUMNS).combine_chunks()
     messages = table["messages"].chunk(0)
     owners = np.repeat(np.arange(len(table)), np.diff(messages.offsets.to_numpy()))
@@ -186,7 +186,7 @@ def _contains(texts: pa.Array, word: str) -> Mask:
 
 
 def _sort_found(found: Sequence[Outline], filters: Filters) -> Outline | None:
-    """Return the first episodes in the wanted order; unknown values come last."""
+    """Return the first `filters.rows` episodes in the order of `filters.sort`; unknown values come last."""
     if not found:
         return None
     if not filters.sort:
@@ -210,7 +210,7 @@ def _list_rows(
     chosen: Outline | None,
     known: dict[tuple[int, int], dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Return rows of the list; `known` has the rows that were read before."""
+    """Return rows of the list. Adds the rows that it reads to `known`."""
     if chosen is None:
         return []
     keys = list(zip(chosen.files.tolist(), chosen.rows.tolist(), strict=True))
@@ -222,16 +222,16 @@ def _list_rows(
 
 
 def _read_rows(
-    one: EpisodeFile, index: EpisodeIndex, chosen: Outline, wanted: Sequence[int]
+    file: EpisodeFile, index: EpisodeIndex, chosen: Outline, wanted: Sequence[int]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     strategies = {number: sorted(names) for names, number in list(index.strategies.items())}
-    texts = read_columns(one.path, TEXT_COLUMNS).take(chosen.rows[list(wanted)]).to_pylist()
+    texts = read_columns(file.path, TEXT_COLUMNS).take(chosen.rows[list(wanted)]).to_pylist()
     for i, text in zip(wanted, texts, strict=True):
         opening = [message["content"] for message in _opening(text["messages"])]
         yield (
             i,
             {
-                "step": one.step,
+                "step": file.step,
                 "id": text["episode_id"],
                 "group": {"id": chosen.groups[i].as_py(), "task": text["task_id"]},
                 "prompt": shorten("\n".join(opening).strip().rpartition("\n")[2], MAX_CHARACTERS),

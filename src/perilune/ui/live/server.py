@@ -14,7 +14,7 @@ from perilune.ui.live.app import make_app
 def serve_pages(
     control: Control, host: str, port: int, token_env: str, announce: Callable[[str], None]
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C. `announce` is called with the URL once the server answers.
+    """Serve until SIGTERM or Ctrl-C. Calls `announce` with the URL once the server answers.
 
     Raises:
         RequestError: when the address is not free, or the server would listen on a public address without a
@@ -30,7 +30,7 @@ def serve_pages(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn that announces when it answers, and ends its streams when it is asked to stop."""
+    """A uvicorn server that announces its start, and ends its streams on SIGTERM or Ctrl-C."""
 
     def __init__(self, config: uvicorn.Config, announce: Callable[[], None]) -> None:
         super().__init__(config)

@@ -13,14 +13,14 @@ from perilune.ui.live.followed import FOLLOWED_FILES, StageFollower
 from perilune.ui.report import to_plain
 from perilune.ui.view import ExperimentView
 
-REFRESH_INTERVAL_S = 2.0  # seconds between two reads of the list of stages
-STAGES_KEY = ""  # of the digest of the stages that a reader has
-Offsets = dict[str, list[int]]  # stage: bytes of its metrics.jsonl and timings.jsonl that a reader has
+REFRESH_INTERVAL_S = 2.0  # between two reads of the list of stages
+STAGES_KEY = ""  # key in `Offsets` of the digest of the stages that a reader has
+Offsets = dict[str, list[int]]  # by stage: bytes of metrics.jsonl and timings.jsonl that a reader has
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event of the stream; `offsets` let a reader continue after it."""
+    """One event of the stream. A reader that sends its `offsets` continues after this event."""
 
     kind: str
     data: Any
@@ -59,15 +59,15 @@ class Watch:
         self._view = view
         self._offsets = offsets
         self._digest: int | None = None
-        self._stages: list[tuple[StageFollower, set[int]]] = []  # and the steps with known episodes
+        self._stages: list[tuple[StageFollower, set[int]]] = []  # with the steps of known episodes
         self._status: Any = None
         self._next_refresh = 0.0
 
     def poll(self, now: float | None = None) -> Iterator[Event]:
         """Yield the events since the last call.
 
-        "changed" (a stage began, ended or has a new attempt: read the document again), "steps" (new lines of
-        one stage), "status" (verdicts and progress).
+        "changed": a stage began, ended or has a new attempt, so the reader must load the page again. "steps":
+        new lines of one stage. "status": verdicts and progress.
         """
         if time.monotonic() >= self._next_refresh:
             yield from self._refresh()
@@ -90,7 +90,7 @@ class Watch:
             self._stages = [(follower, _known_episodes(follower)) for follower in followers]
 
     def _read_new_lines(self, stage: StageFollower, episodes: set[int]) -> Iterator[Event]:
-        metrics, timings = stage.grow()
+        metrics, timings = stage.read_new()
         self._offsets[stage.view.name] = stage.offsets
         if not metrics and not timings:
             return
