@@ -36,11 +36,9 @@ def load_tensors(folder: Path, wanted: Mapping[str, Mapping[str, Any]]) -> dict[
             )
         if stored[name].dtype not in _STORED:
             what = f"tensor {name} is {stored[name].dtype}, not one of {', '.join(_STORED)}"
-            raise RequestError(what, where=str(stored[name].file))
+            raise RequestError(what, where=str(stored[name].file), remedy="push floating-point weights")
         if form["dtype"] not in _DTYPES:
-            raise RequestError(
-                f"tensor {name} of the server is {form['dtype']!r}, not one of {', '.join(_DTYPES)}",
-                where=str(folder),
-            )
+            what = f"the server has tensor {name} as {form['dtype']!r}, not as one of {', '.join(_DTYPES)}"
+            raise RequestError(what, remedy="restart the server with one of these dtypes")
     tensors = read_tensors(stored[name] for name in wanted)
     return {name: tensor.to(_DTYPES[wanted[name]["dtype"]]) for name, tensor in tensors}

@@ -162,7 +162,9 @@ def _aggregate_seeds(kind: Kind, name: str, values: Mapping[int, float], runs: S
 def _best(figure: str, runs: Sequence[RunFacts], query: str) -> Answer:
     known = [run for run in runs if run.citable and figure in run.figures]
     if not known:
-        raise RequestError(f"no run has the figure '{figure}'", where=query)
+        names = dict.fromkeys(name for run in runs if run.citable for name in run.figures)
+        remedy = f"one of: {', '.join(list(names)[:8])}" if names else "cite a recipe with figures"
+        raise RequestError(f"no run has the figure '{figure}'", where=query, remedy=remedy)
     sign = -1 if lower_is_better(figure) else 1
     best = max(known, key=lambda run: sign * run.figures[figure].mean)
     value = best.figures[figure]

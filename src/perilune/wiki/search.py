@@ -102,7 +102,8 @@ def ask_model(client: JsonClient, model: str, question: str, found: Sequence[Pas
         answer = client.request("POST", "/v1/chat/completions", body)
         text = str(answer["choices"][0]["message"]["content"]).strip()
     except (ServerError, KeyError, IndexError, TypeError) as error:
-        raise WorkFailedError(f"the model did not answer: {error}", where=model) from None
+        what = f"the server returned no chat completion: {error}"
+        raise WorkFailedError(what, where=model, remedy="check URL and model, or see its log") from None
     sources = " ".join([question, *(passage.text[:PASSAGE_CHARACTERS] for passage in found)])
     known, used = set(_NUMBER.findall(sources)), _NUMBER.findall(_MARK.sub("", text))
     return Reply(text, tuple(dict.fromkeys(number for number in used if number not in known)))
