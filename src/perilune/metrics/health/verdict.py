@@ -7,7 +7,7 @@ from perilune.metrics.health.rules import RULES, Evidence, Finding, Status
 
 SEVERITY_ORDER: tuple[Status, ...] = ("broken", "watch", "healthy")
 
-# Findings that another finding explains. A verdict leaves them out.
+# By finding, the findings that it explains. A verdict leaves these out, unless they are broken.
 EFFECTS_BY_CAUSE = {"reward error": ("dead groups",), "starvation": ("stall",)}
 
 
