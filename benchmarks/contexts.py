@@ -54,7 +54,7 @@ context may have at most {LIMIT} tokens. The arms differ in what happens when th
 
 * `cut off at the limit`: the episode ends. The model is that of `whole conversation`.
 * `drop_output`, `fold`, `policy`: the [rule](../how-to/long-episodes.md) of this name applies. In the
-  demonstrations for `policy`, the model also folds its notes after every third shard.
+  demonstrations for `policy`, the model also replaces its old turns by its notes after every third shard.
 
 The columns:
 

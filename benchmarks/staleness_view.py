@@ -76,7 +76,7 @@ def lead(cells: Cells, ages: list[int], arms: list[str]) -> tuple[str, str]:
         f"steps old, with {count(len(arms), 'off-policy correction')}.",
         f"Mean pass@1 is {fmean(cells[0, DEFAULT].values()):.1%} without staleness; at staleness {ages[-1]} "
         f"it is {oldest[DEFAULT]:.1%} with the default correction `{DEFAULT}`, {oldest[best]:.1%} with "
-        f"`{best}`, and {oldest[worst]:.1%} with `{worst}`.",
+        f"`{best}` ({CORRECTIONS[best]}), and {oldest[worst]:.1%} with `{worst}` ({CORRECTIONS[worst]}).",
     )
 
 

@@ -49,13 +49,14 @@ int8. Values are medians over seeds.
 * `published`: training starts from weights that are exact in bfloat16, as most published checkpoints are, so
   each value begins in the middle of its rounding interval.
 * `trained`: each value starts anywhere in its interval, as after long training.
-* `smollm2-135m` is SmolLM2-135M-Instruct, dequantized from 4 bits, with one seed. It takes half of the steps
-  at 1e-6, and then one step in the direction of the last update for each learning rate.
+* `smollm2-135m` is SmolLM2-135M-Instruct, dequantized from 4 bits, with one seed. It is trained for 5
+  steps at 1e-6. Its row of each learning rate shows one more update in the direction of the last, scaled to
+  this rate.
 
 *Seconds* shows the time of an update. Through shared memory, it is CPU time to find the changes, write the
-update and read it. With `keep_sent: false`, Perilune finds the changes by reversing the update instead of
-comparing weights. Through HTTP, it is wall-clock time on a busy machine, for a push to a server on the same
-machine, and includes loading the weights."""
+update and read it. With `keep_sent: false`, Perilune keeps no copy of the weights sent last. It recomputes
+them by reversing the optimizer's update. Through HTTP, it is wall-clock time on a busy machine, for a push
+to a server on the same machine, and includes loading the weights."""
 
 
 def main() -> None:
@@ -303,8 +304,8 @@ def report(rows: list[dict[str, Any]], times: list[dict[str, Any]]) -> dict[str,
         f"Through shared memory, an update of {local['model']} takes {local['delta, s']:.2f} s as a delta and"
         f" {local['whole, s']:.2f} s whole: a delta saves only memory. Over HTTP on one machine, a push takes"
         f" {pushed['delta, s']:.1f} s as a delta and {pushed['whole, s']:.1f} s whole.",
-        f"In float32 a delta has {spread('float32: bytes of delta / all', rows)} of the bytes, so `auto` "
-        "sends whole tensors.",
+        f"In float32 a delta has {spread('float32: bytes of delta / all', rows)} of the bytes, so the "
+        "default `weights: auto` sends whole tensors.",
         f"In int8 {spread('int8: share changed', low)} of the values change at learning rates of at most "
         "1e-5.",
     ]

@@ -24,9 +24,10 @@ def contexts(document: Document) -> Lead:
     return (
         "A tiny model reads a long episode whose context is full before the end, under several rules for "
         "what the context keeps.",
-        f"Median pass@1 is {rates['policy']:.1%} if the model folds its notes itself (`policy`), "
-        f"{rates['drop_output']:.1%} if old outputs are dropped (`drop_output`), {rates['fold']:.1%} if old "
-        f"turns are dropped (`fold`), and {rates['whole conversation']:.1%} with the whole conversation in a "
+        f"Median pass@1 is {rates['policy']:.1%} with `policy` (the model decides when to replace old turns "
+        f"by its notes), {rates['drop_output']:.1%} with `drop_output` (old tool outputs are dropped), "
+        f"{rates['fold']:.1%} with `fold` (old turns are dropped), and "
+        f"{rates['whole conversation']:.1%} with the whole conversation in a "
         "longer context.",
     )
 

@@ -57,8 +57,9 @@ def pacing(document: Document) -> Lead:
     return (
         "A queue model compares two ways to limit [staleness](../reference/glossary.md) in asynchronous "
         "training: starting fewer episodes (pacing), and dropping old ones.",
-        f"The mean duration of trained episodes is {span(drop)} times that of sampled episodes with "
-        f"dropping, and {span(pace)} times with pacing.",
+        "With dropping, training prefers short episodes: the mean duration of trained episodes is "
+        f"{span(drop)} times that of all sampled episodes; with pacing, it is {span(pace)} times that of all "
+        "sampled episodes.",
     )
 
 
@@ -150,9 +151,9 @@ def process_rewards(document: Document) -> Lead:
     return (
         "Process rewards computed with one forward pass are compared with Monte Carlo estimates, on the "
         "quickstart's three-digit sums.",
-        f"The rank correlation of one-pass and Monte Carlo estimates is {span(values[True])} if an answer "
-        f"has one segment boundary, after the written working, and {span(values[False])} with more "
-        "boundaries.",
+        f"The rank correlation of process rewards from one forward pass with Monte Carlo estimates is "
+        f"{span(values[True])} if an answer has one segment boundary, after the written working, and "
+        f"{span(values[False])} with more boundaries.",
     )
 
 

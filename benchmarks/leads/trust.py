@@ -85,9 +85,9 @@ def reward_audit(document: Document) -> Lead:
     return (
         f"Perilune audited the rewards of {len(rows)} task families of reasoning-gym, as the package ships "
         "them and as a recipe uses them.",
-        f"As shipped, {full} families give the full reward for a wrong output; in a recipe, "
-        f"{document['grades']['A']['in a recipe']} families have grade A: the audit found no rewarded wrong "
-        "output.",
+        f"With the package's own scorers, {full} families give the full reward for a wrong output; with the "
+        f"rewards that recipes use by default, the audit found no rewarded wrong output in "
+        f"{document['grades']['A']['in a recipe']} families (grade A).",
     )
 
 
