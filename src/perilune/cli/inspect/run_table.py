@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from perilune.cli.output import NARROW_COLUMNS, as_markup, echo, make_console, wrap_text
+from perilune.cli.output import NARROW_COLUMNS, as_markup, make_console, wrap_text
 from perilune.cli.units import format_duration
 
 if TYPE_CHECKING:
@@ -131,17 +131,21 @@ def live_stages(control: Control, experiments: int, *, refresh: bool = True) -> 
     ]
 
 
-def print_live(stages: Sequence[LiveStage]) -> None:
-    """Print the live table once, under the names of experiments and without the ids of runs."""
+def make_live_table(stages: Sequence[LiveStage], width: int) -> Any:
+    """Return the live table for rich, under the names of experiments and without the ids of runs.
+
+    Args:
+        width: columns of the terminal. Narrow terminals show the cells as text.
+    """
+    from rich.console import Group
     from rich.table import Table
 
-    console = make_console()
+    parts: list[Any] = []
     for _, group in groupby(stages, key=lambda stage: stage.status.experiment_id):
         members = list(group)
-        console.print(as_markup(experiment_heading(members[0].status)))
-        if console.width < NARROW_COLUMNS:
-            for member in members:
-                echo(wrap_text(f"  {_describe_live(member)}", indent=4))
+        parts.append(as_markup(experiment_heading(members[0].status)))
+        if width < NARROW_COLUMNS:
+            parts += [as_markup(wrap_text(f"  {_describe_live(member)}", indent=4)) for member in members]
             continue
         table = Table(box=None, pad_edge=False, show_header=False)
         for name in COLUMNS[1:-1]:
@@ -149,7 +153,8 @@ def print_live(stages: Sequence[LiveStage]) -> None:
         for member in members:
             stage, *cells = map(as_markup, member.cells()[1:-1])
             table.add_row(f"  {stage}", *cells)
-        console.print(table)
+        parts.append(table)
+    return Group(*parts or [as_markup("no runs yet; try: perilune quickstart")])
 
 
 def _describe_live(stage: LiveStage) -> str:

@@ -1,14 +1,21 @@
 """`perilune top`: running stages, live in the terminal."""
 
+from __future__ import annotations
+
 import sys
-from typing import Annotated
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from perilune.cli.arguments import Json, open_control
-from perilune.cli.inspect.run_table import COLUMNS, live_stages, print_live
-from perilune.cli.output import echo, print_json
-from perilune.errors import RequestError
+from perilune.cli.inspect.run_table import COLUMNS, live_stages, make_live_table
+from perilune.cli.output import as_markup, echo, make_console, print_json
+from perilune.errors import PeriluneError
+
+if TYPE_CHECKING:
+    from perilune.control.runs.experiments import Control
 
 
 def top(
@@ -19,10 +26,10 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print the table once, as text.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show running stages live: progress, metrics, time left, and the log of the selected run.
+    """Show running stages live: progress, metrics and time left, until Ctrl-C.
 
-    Keys: arrows select a run, c copies its id (with OSC 52, so also through SSH), l shows its log, e explains
-    its state, x twice cancels it, q exits. Runs continue when you exit.
+    Runs continue when you exit. `perilune logs EXPERIMENT/STAGE` shows the log of one, `perilune explain` its
+    state.
 
     \b
     perilune top
@@ -31,20 +38,30 @@ def top(
     live = not (as_json or once) and sys.stdout.isatty()
     control = open_control(refresh=not live)
     if live:
-        try:
-            from perilune.cli.inspect.top_screen import Screen
-        except ImportError:
-            raise RequestError(
-                "the live table needs the package textual",
-                remedy="pip install 'perilune[top]', or perilune top --once",
-            ) from None
-        Screen(control, experiments, every).run()
+        with suppress(KeyboardInterrupt):
+            _watch(control, experiments, every)
         return
     stages = live_stages(control, experiments, refresh=False)
     if as_json:
         print_json({"runs": [stage.document() for stage in stages]})
     elif sys.stdout.isatty():
-        print_live(stages)
+        console = make_console()
+        console.print(make_live_table(stages, console.width))
     else:
         for row in ([*COLUMNS], *(stage.cells() for stage in stages)):
             echo("\t".join(row))
+
+
+def _watch(control: Control, experiments: int, every: float) -> NoReturn:
+    """Show the table, read again every `every` seconds. It only watches; runs do not depend on it."""
+    from rich.live import Live
+
+    console = make_console()
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            try:
+                shown = make_live_table(live_stages(control, experiments), console.width)
+            except PeriluneError as error:
+                shown = as_markup(str(error))
+            live.update(shown, refresh=True)
+            time.sleep(every)
