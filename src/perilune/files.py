@@ -4,6 +4,7 @@ Every function here that writes JSON redacts the values of secrets, see `perilun
 """
 
 import errno
+import fcntl
 import hashlib
 import json
 import math
@@ -11,13 +12,16 @@ import os
 import secrets
 import stat
 import tarfile
+import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from perilune.errors import RequestError
 from perilune.redaction import redact_document
 
+LOCK_POLL_S = 0.05
 MAX_FILE_BYTES = 1 << 28  # of a file that is read into memory
 BOM = b"\xef\xbb\xbf"  # of UTF-8
 LFS_POINTER = b"version https://git-lfs.github.com/"  # the beginning of a file that Git LFS left out
@@ -156,6 +160,41 @@ def fsync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def locked(path: Path, *, wait: float = 0.0, shared: bool = False) -> Iterator[bool]:
+    """Lock the file `path` with flock. The lock ends with the process.
+
+    Args:
+        wait: seconds to wait for other holders; math.inf waits until they release it.
+        shared: admit other shared locks.
+
+    Yields:
+        Whether that succeeded. It fails if another process holds the lock, or the folder does not exist.
+    """
+    kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait == math.inf else fcntl.LOCK_NB)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except FileNotFoundError:
+        yield False
+        return
+    try:
+        yield _acquire(descriptor, kind, time.monotonic() + wait)
+    finally:
+        os.close(descriptor)
+
+
+def _acquire(descriptor: int, kind: int, until: float) -> bool:
+    while True:
+        try:
+            fcntl.flock(descriptor, kind)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(LOCK_POLL_S)
+        else:
+            return True
 
 
 def write_json(path: Path, value: Any) -> None:

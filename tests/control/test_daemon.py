@@ -13,10 +13,11 @@ from drill_cases import begin, drill_plan, wait_for
 
 from perilune.bundle.freeze import freeze
 from perilune.cli.machines import daemon
-from perilune.control.record.home import has_daemon, locked
+from perilune.control.record.home import has_daemon
 from perilune.control.record.transitions import RunState
 from perilune.control.runs.experiments import Control
 from perilune.control.runs.submission import Submission, submit_stage
+from perilune.files import locked
 
 COMMAND = [sys.executable, "-m", "perilune.cli.main", "daemon", "--every", "0.2"]
 
@@ -29,7 +30,7 @@ def submitted(control: Control, name: str) -> str:
 
 def test_two_commands_that_look_for_a_daemon_find_none(control: Control) -> None:
     control.home.daemon.mkdir()
-    with locked(control.home.daemon, shared=True) as looking:
+    with locked(control.home.daemon / "lock", shared=True) as looking:
         assert looking and not has_daemon(control.home)
 
 

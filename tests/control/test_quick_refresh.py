@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 from drill_cases import begin, drill_plan, only_run
 
-from perilune.control.record.home import locked
 from perilune.control.record.store import Attempt, Run, move_run
 from perilune.control.record.transitions import AttemptState, RunState
 from perilune.control.runs.experiments import Control, advance
 from perilune.control.runs.templates import SshTarget, Template
+from perilune.files import locked
 
 
 @pytest.fixture
@@ -56,6 +56,6 @@ def test_runs_shows_last_known_state_when_machine_does_not_answer(control: Contr
     assert f"no answer from drill ({run_id}); showing the last known state" in err
 
     control.home.daemon.mkdir()
-    with locked(control.home.daemon):  # a daemon observes the machine anyway
+    with locked(control.home.daemon / "lock"):  # a daemon observes the machine anyway
         out, err = listing()
     assert "active" in out and err == ""

@@ -1,11 +1,10 @@
 """Claims: at most one worker runs a bundle at a time, and never for an older attempt than was seen."""
 
 import contextlib
-import fcntl
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from perilune.bundle.storage import storage_errors
 from perilune.errors import RequestError
 from perilune.execution.processes import Presence, ProcessIdentity, find_marked, kill_all
-from perilune.files import canonical_json, fsync_directory, read_json
+from perilune.files import canonical_json, fsync_directory, locked, read_json
 
 CLAIM_VARIABLE = "PERILUNE_CLAIM"  # environment variable of every process of an attempt: its claim's nonce
 TERMINATE_GRACE_S = 2.0  # seconds between TERM and KILL for processes of an attempt whose worker is dead
@@ -71,23 +70,19 @@ def hold_claim(bundle: Path, epoch: int | None = None) -> Iterator[Claim]:
             and the bundle has a result.
     """
     runtime = bundle / "runtime"
-    with storage_errors("claim the bundle", runtime):
-        runtime.mkdir(exist_ok=True)
-        descriptor = os.open(runtime / "worker.lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _make_busy_error(bundle, read_claim(runtime)) from None
+    with ExitStack() as stack:
+        with storage_errors("claim the bundle", runtime):
+            runtime.mkdir(exist_ok=True)
+            acquired = stack.enter_context(locked(runtime / "worker.lock"))
         previous = read_claim(runtime)
+        if not acquired:
+            raise _make_busy_error(bundle, previous)
         number = _admit(bundle, epoch, previous)
         if previous is not None:
             _retire_attempt(bundle, previous)
         with storage_errors("claim the bundle", runtime):
             claim = _write_claim(runtime, number)
         yield claim
-    finally:
-        os.close(descriptor)
 
 
 def _admit(bundle: Path, epoch: int | None, previous: Claim | None) -> int:

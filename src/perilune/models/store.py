@@ -4,8 +4,7 @@ Each model is a Hugging Face folder with a file source.json, which records its o
 a temporary name and renamed when it is complete, so an interruption never leaves an incomplete model.
 """
 
-import fcntl
-import os
+import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.errors import RequestError
-from perilune.files import fsync_directory, home_directory, read_json, sha256_file, write_json
+from perilune.files import fsync_directory, home_directory, locked, read_json, sha256_file, write_json
 from perilune.terminal import escape_control
 
 SOURCE = "source.json"
@@ -141,9 +140,7 @@ def _lock_build_folder(final: Path, *, keep_on_error: bool = False) -> Iterator[
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     building = final.with_name(f".{final.name}.partial")
-    lock = os.open(final.with_name(f".{final.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(final.with_name(f".{final.name}.lock"), wait=math.inf):
         try:
             yield building
         except BaseException:
@@ -151,8 +148,6 @@ def _lock_build_folder(final: Path, *, keep_on_error: bool = False) -> Iterator[
                 shutil.rmtree(building, ignore_errors=True)
             raise
         shutil.rmtree(building, ignore_errors=True)
-    finally:
-        os.close(lock)
 
 
 def _file_name(name: str) -> str:

@@ -12,9 +12,8 @@ import typer
 from perilune.cli.arguments import Json, RunArgument, check_output_folder, open_run
 from perilune.cli.output import echo, print_json
 from perilune.cli.train.trackers import tracker_folder
-from perilune.control.record.home import locked
 from perilune.control.record.transitions import RunState
-from perilune.files import read_json
+from perilune.files import locked, read_json
 from perilune.tracking import FigureReader, TrackedRun, open_sink
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ def track(
     directory = out or control.home.root / "tracking" / to
     folder = tracker_folder(control, record.id, to)
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder) as acquired:
+    with locked(folder / "lock") as acquired:
         if not acquired:
             echo(f"{record.stage}: another process is copying to {to}")
             if as_json:

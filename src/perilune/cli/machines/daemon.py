@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from contextlib import ExitStack
 from threading import Thread
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,8 +12,8 @@ import typer
 from perilune.cli.arguments import Json, format_reason, open_control, summarize_run
 from perilune.cli.machines.rented import warn_about_cleanup
 from perilune.cli.output import echo, print_json
-from perilune.control.record.home import locked
 from perilune.errors import PeriluneError, RequestError
+from perilune.files import locked
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from perilune.control.runs.progress import StageStarted
 
 WATCH_SECONDS = 2.0  # seconds between two passes of `reconcile --watch`
-LOCK_TRIES = 3
+LOCK_WAIT_S = 0.3
 LONGEST_PAUSE = 60.0  # seconds between two passes while they fail
 
 
@@ -48,12 +47,9 @@ def daemon(every: Annotated[float, typer.Option(min=0.2, help="Seconds between t
     control = open_control(refresh=False)
     control.home.daemon.mkdir(exist_ok=True)
     signal.signal(signal.SIGTERM, _stop)
-    with ExitStack() as stack:
-        for _ in range(LOCK_TRIES):  # a command may hold the lock for a moment to check for a daemon
-            if stack.enter_context(locked(control.home.daemon)):
-                break
-            time.sleep(0.1)
-        else:
+    # A command may hold the lock for a moment to check for a daemon.
+    with locked(control.home.daemon / "lock", wait=LOCK_WAIT_S) as acquired:
+        if not acquired:
             raise RequestError("a daemon for this home is already running", where=str(control.home.root))
         echo(f"watching {control.home.root}")
         try:

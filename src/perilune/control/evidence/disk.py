@@ -5,11 +5,9 @@ recorded first, then the folder is renamed and deleted. A kill in between leaves
 which the next command sweeps.
 """
 
-import fcntl
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +17,11 @@ from perilune.bundle.shared_files import INPUTS, WHEELS
 from perilune.bundle.verify import manifest_hashes
 from perilune.control.evidence.attestation import attest_removal
 from perilune.control.record.faults import kill_point
-from perilune.control.record.home import Home, locked
+from perilune.control.record.home import Home
 from perilune.control.record.store import Attempt, Experiment, Run, record_event
 from perilune.control.record.transitions import AttemptState, Cleanup, RunState
 from perilune.control.runs.experiments import Control
+from perilune.files import locked
 
 CHECKPOINTS_FOLDER = Path("artifacts/checkpoints")
 INTERMEDIATE_PATTERN = "step-*"  # checkpoints for resuming; later stages use `final`
@@ -160,7 +159,7 @@ def _is_replaced(attempt: Attempt, run: Run) -> bool:
 
 
 def _remove_attempt(control: Control, item: Removable) -> bool:
-    with locked(control.home.run(item.run_id)) as acquired:
+    with locked(control.home.run(item.run_id) / "lock") as acquired:
         if not acquired:
             return False
         with control.store.transaction() as session:
@@ -187,7 +186,7 @@ def _remove_checkpoints(control: Control, item: Removable) -> bool:
     below = tuple(f"{CHECKPOINTS_FOLDER}/{name}/" for name in item.names)
     hashes = manifest_hashes(control.home.attempt(item.run_id, item.epoch))
     files = {name: sha256 for name, sha256 in hashes.items() if name.startswith(below)}
-    with locked(control.home.run(item.run_id)) as acquired:
+    with locked(control.home.run(item.run_id) / "lock") as acquired:
         if not acquired or not files:
             return False
         attest_removal(control.home, item.run_id, item.epoch, files)
@@ -211,25 +210,14 @@ def _find_unused(home: Home, days: float) -> Iterator[Removable]:
 
 
 def _remove_environment(control: Control, item: Removable) -> bool:
-    with _environment_lock(item.path) as acquired:
+    # scripts/bootstrap.py holds the lock while it checks or creates the environment.
+    with locked(item.path.with_suffix(".lock")) as acquired:
         if not acquired or _is_in_use(item.path):
             return False
         with control.store.transaction() as session:
             record_event(session, "environment.removed", name=item.path.name, bytes=item.bytes)
         kill_point("remove.recorded")
         return control.home.discard(item.path)
-
-
-@contextmanager
-def _environment_lock(environment: Path) -> Iterator[bool]:
-    """Yield the lock that scripts/bootstrap.py holds while it checks or creates an environment."""
-    with environment.with_suffix(".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
 
 
 def _is_in_use(environment: Path) -> bool:

@@ -4,8 +4,9 @@ from sqlalchemy import select
 
 from perilune.bundle.shared_files import SharedFiles
 from perilune.bundle.storage import remove_tree
-from perilune.control.record.home import Home, locked
+from perilune.control.record.home import Home
 from perilune.control.record.store import Event, Experiment, Run, Store
+from perilune.files import locked
 
 REMOVED_EVENT = "experiment.removed"  # event of `perilune rm`, with the ids of the experiment and its runs
 
@@ -20,7 +21,8 @@ def remove_stale_folders(home: Home, store: Store) -> None:
     SharedFiles(home.root).remove_unused()
     names = {path.name for path in home.runs.iterdir()}
     for run_id in names - _recorded_ids(store):
-        with locked(home.run(run_id)) as acquired:  # its submitter holds it until the run is accepted
+        # The submitter holds the lock until the run is accepted.
+        with locked(home.run(run_id) / "lock") as acquired:
             if not acquired or run_id in _recorded_ids(store):
                 continue
             if run_id in _removed_ids(store):

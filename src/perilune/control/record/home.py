@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
+import math
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from perilune.bundle.storage import new_folder, remove_tree
 from perilune.control.record.faults import kill_point
 from perilune.control.record.ids import new_ulid
 from perilune.errors import RequestError
-from perilune.files import home_directory
+from perilune.files import home_directory, locked
 
 SWEEP_AGE_S = 60.0  # seconds; the process that created a directory has locked it long before
 _BUILDING_FILE = "building"  # in a scratch directory: the path of the folder that its owner builds elsewhere
@@ -147,7 +145,7 @@ class Home:
         path = self.temporary / new_ulid()
         path.mkdir()
         try:
-            with locked(path, wait=True):
+            with locked(path / "lock", wait=math.inf):
                 yield path
         finally:
             if path.exists():
@@ -183,7 +181,7 @@ class Home:
         """Remove files of killed commands: scratch directories, folders built elsewhere, partial files."""
         for path in self.temporary.iterdir():
             if path.is_dir() and _is_old(path, SWEEP_AGE_S):
-                with locked(path) as acquired:
+                with locked(path / "lock") as acquired:
                     if acquired:
                         _remove_built_elsewhere(path)
                         remove_tree(path)
@@ -215,43 +213,21 @@ def _remove_built_elsewhere(scratch: Path) -> None:
 
 
 def has_daemon(home: Home) -> bool:
-    with locked(home.daemon, shared=True) as acquired:  # several commands may ask at once
+    with locked(home.daemon / "lock", shared=True) as acquired:  # several commands may ask at once
         return not acquired and home.daemon.is_dir()
 
 
-def announce_starter(home: Home, experiment_id: str) -> BinaryIO:
-    """Announce that this process starts the later stages of an experiment, until the returned file is closed.
+def announce_starter(home: Home, experiment_id: str) -> AbstractContextManager[bool]:
+    """Announce that this process starts the later stages of an experiment, while the block lasts.
 
     The announcement is a shared lock, which ends with the process.
     """
     home.experiment(experiment_id).mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
-    file = (home.experiment(experiment_id) / "lock").open("ab")
-    fcntl.flock(file, fcntl.LOCK_SH)
-    return file
+    return locked(home.experiment(experiment_id) / "lock", wait=math.inf, shared=True)
 
 
 def has_starter(home: Home, experiment_id: str) -> bool:
     """Return whether a process is alive that starts the later stages of an experiment."""
     directory = home.experiment(experiment_id)
-    with locked(directory) as alone:
+    with locked(directory / "lock") as alone:
         return not alone and directory.is_dir()
-
-
-@contextmanager
-def locked(directory: Path, *, wait: bool = False, shared: bool = False) -> Iterator[bool]:
-    """Lock `directory`/lock with flock and yield whether that succeeded. The lock ends with the process."""
-    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    try:
-        descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-    except FileNotFoundError:  # the directory was swept
-        yield False
-        return
-    try:
-        try:
-            fcntl.flock(descriptor, kind if wait else kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(descriptor)

@@ -2,9 +2,8 @@
 
 import time
 from collections.abc import Collection, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import BinaryIO
 
 from sqlalchemy import select
 
@@ -59,7 +58,7 @@ class StageStarter:
     def __init__(self, control: Control) -> None:
         self.control = control
         self._blocked: dict[str, _BlockedStage] = {}
-        self._announced: dict[str, BinaryIO] = {}
+        self._announced: dict[str, ExitStack] = {}
 
     def start_next_stages(
         self, only: Collection[str] | None = None
@@ -101,7 +100,9 @@ class StageStarter:
         for experiment_id in self._announced.keys() - selected:
             self._announced.pop(experiment_id).close()
         for experiment_id in selected - self._announced.keys():
-            self._announced[experiment_id] = announce_starter(self.control.home, experiment_id)
+            with ExitStack() as stack:
+                stack.enter_context(announce_starter(self.control.home, experiment_id))
+                self._announced[experiment_id] = stack.pop_all()
 
     def advance_run(self, run_id: str) -> tuple[Run, RunState | None]:
         """Reconcile a run; returns it, and its outcome if it has ended."""

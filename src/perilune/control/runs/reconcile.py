@@ -20,7 +20,7 @@ from perilune.control.machines.lifecycle import Fleet
 from perilune.control.machines.rented import Rentals
 from perilune.control.record.conditions import HOME_CONDITION, Conditions
 from perilune.control.record.faults import kill_point
-from perilune.control.record.home import Home, locked
+from perilune.control.record.home import Home
 from perilune.control.record.identity import read_inherited
 from perilune.control.record.ledger import (
     count_intents,
@@ -51,6 +51,7 @@ from perilune.execution.background import in_background, wait_until
 from perilune.execution.observation import Observation
 from perilune.execution.placements.protocol import Assignment, Placement, StagingCancelledError
 from perilune.execution.verdict import Cause, describe_error, find_cause
+from perilune.files import locked
 
 MAX_REMOTE_LOOKS = 8  # other machines that are observed at once
 PASS_TIMEOUT_S = 10.0  # for which a repeated pass over all runs waits for other machines
@@ -121,7 +122,7 @@ class Reconciler:
             self.rentals.reconcile_all()
 
     def _clean(self, attempt: Attempt) -> None:
-        with locked(self.home.run(attempt.run_id)) as acquired:
+        with locked(self.home.run(attempt.run_id) / "lock") as acquired:
             if acquired:
                 self.endings.clean_up(attempt)
 
@@ -159,7 +160,7 @@ class Reconciler:
             return False
         if run_id in read_inherited(self.home).runs:
             return False
-        with locked(self.home.run(run_id)) as acquired:
+        with locked(self.home.run(run_id) / "lock") as acquired:
             if acquired:
                 self._advance(run_id, act)
         self._look_after[run_id] = now + self._pause(run_id)

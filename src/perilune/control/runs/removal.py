@@ -17,7 +17,7 @@ from perilune.bundle.shared_files import SharedFiles
 from perilune.control.evidence.disk import disk_bytes
 from perilune.control.evidence.stale_folders import REMOVED_EVENT
 from perilune.control.record.faults import kill_point
-from perilune.control.record.home import Home, locked
+from perilune.control.record.home import Home
 from perilune.control.record.store import (
     Attempt,
     Condition,
@@ -32,7 +32,7 @@ from perilune.control.record.transitions import Cleanup, MachineState, RunState
 from perilune.control.runs.experiments import Control
 from perilune.control.runs.submission import SUBMISSION_FILE
 from perilune.errors import RequestError
-from perilune.files import read_json, write_json
+from perilune.files import locked, read_json, write_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def remove_experiment(control: Control, experiment_id: str) -> Removal:
     home = control.home
     with ExitStack() as stack:
         for run in plan_removal(control, experiment_id).runs:
-            if home.run(run.id).is_dir() and not stack.enter_context(locked(home.run(run.id))):
+            if home.run(run.id).is_dir() and not stack.enter_context(locked(home.run(run.id) / "lock")):
                 raise RequestError("another command is using the run", where=run.id, remedy="try again later")
         with control.store.transaction() as session:
             removal = _plan_removal(session, home, experiment_id)

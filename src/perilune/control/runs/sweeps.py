@@ -8,6 +8,7 @@ killed continues with the same command, and a daemon continues what was submitte
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import time
 from collections.abc import Sequence
@@ -18,7 +19,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from perilune.control.queries.lookup import StageStatus, group_stage_statuses
-from perilune.control.record.home import locked
 from perilune.control.record.store import Experiment
 from perilune.control.record.transitions import RunState
 from perilune.control.runs.current_submission import end_submission
@@ -29,7 +29,7 @@ from perilune.control.runs.reconcile import PASS_TIMEOUT_S
 from perilune.control.runs.requests import cancel_run, request_experiment_cancel
 from perilune.control.runs.templates import Template
 from perilune.errors import PeriluneError, RequestError
-from perilune.files import canonical_json, read_json, sha256_bytes, write_json
+from perilune.files import canonical_json, locked, read_json, sha256_bytes, write_json
 from perilune.frozen import Frozen
 from perilune.recipe.axes import Settings
 from perilune.recipe.schema import NAME_PATTERN, Recipe
@@ -81,7 +81,7 @@ def open_sweep(
     """
     definition = sha256_bytes(canonical_json(request))
     control.home.sweeps.mkdir(exist_ok=True)
-    with locked(control.home.sweeps, wait=True):
+    with locked(control.home.sweeps / "lock", wait=math.inf):
         known = {sweep.name: sweep for sweep in recorded_sweeps(control)}
         same = [old for old in known.values() if old.definition == definition and name in {None, old.name}]
         if same:

@@ -5,11 +5,9 @@ truncated to the cursor and appended to in place; other files, and whole checkpo
 are complete. Frames are untrusted until they have been checked.
 """
 
-import fcntl
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from perilune.files import (
     canonical_json,
     fsync_directory,
     is_inside_root,
+    locked,
     read_json,
     read_json_or_empty,
     sha256_bytes,
@@ -33,7 +32,6 @@ from perilune.files import (
 
 MAX_FRAME_BYTES = 1 << 20
 MAX_HEADER_BYTES = 1 << 24  # of the line of JSON before a frame, or at the end of a transfer
-LOCK_POLL_S = 0.05
 MANIFEST, RESULT = "artifacts/manifest.json", "runtime/result.json"
 CHECKPOINTS_FOLDER = "artifacts/checkpoints"
 MIRRORED_FOLDERS = ("runtime", "artifacts")
@@ -241,28 +239,8 @@ def open_mirror(
     Yields:
         None if another process holds it, or its directory does not exist yet.
     """
-    try:
-        descriptor = os.open(directory.with_name(f".{directory.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
-    except FileNotFoundError:
-        yield None
-        return
-    try:
-        yield Mirror(directory, folders, bring, rescue=rescue) if _try_lock(descriptor, patience) else None
-    finally:
-        os.close(descriptor)
-
-
-def _try_lock(descriptor: int, patience: float) -> bool:
-    until = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= until:
-                return False
-            time.sleep(LOCK_POLL_S)
-        else:
-            return True
+    with locked(directory.with_name(f".{directory.name}.lock"), wait=patience) as acquired:
+        yield Mirror(directory, folders, bring, rescue=rescue) if acquired else None
 
 
 def _checkpoint_of(path: str) -> str:

@@ -1,7 +1,7 @@
 """Virtual environments for external programs, created once for each set of exact versions and then reused."""
 
-import fcntl
 import hashlib
+import math
 import os
 import platform
 import subprocess
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from perilune.bundle.lock import record_digest
 from perilune.errors import RequestError, WorkFailedError
+from perilune.files import locked
 
 
 def check_pinned(requirements: Sequence[str]) -> None:
@@ -64,8 +65,7 @@ def interpreter(requirements: Sequence[str]) -> Path:
     folder = cache() / "environments" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     python = folder / "bin" / "python"
-    with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two runs may create it at the same time
+    with locked(folder.with_suffix(".lock"), wait=math.inf):  # two runs may create it at the same time
         if not (folder / "complete").exists():
             venv.create(folder, clear=True, with_pip=bool(requirements))
             if requirements:
