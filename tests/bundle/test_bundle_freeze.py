@@ -37,7 +37,7 @@ def test_freeze_writes_documented_layout(pristine: Path) -> None:
     ]
     assert sorted(path.name for path in (pristine / "inputs").iterdir()) == ["checkpoint", "data"]
     assert sorted(path.name for path in (pristine / "scripts").iterdir()) == [
-        *("bootstrap.py", "entrypoint.sh", "hardware_sampler.py", "perilune-0.1.0-py3-none-any.whl"),
+        *("bootstrap.py", "entrypoint.sh", "perilune-0.1.0-py3-none-any.whl"),
         *("redaction.py", "requirements.lock", "runner.py"),
     ]
     assert not list((pristine / "runtime").iterdir()) + list((pristine / "artifacts").iterdir())

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import perilune.bundle.hardware as hardware
 from perilune.bundle.hardware import HardwareSampler
 
 MEBIBYTE = 1 << 20
@@ -78,16 +77,3 @@ def test_sampler_appends_to_existing_file(tmp_path: Path) -> None:
         with HardwareSampler(tmp_path / "h.jsonl", interval=10):
             pass
     assert len(read_rows(tmp_path / "h.jsonl")) == 2
-
-
-def test_script_runs_without_packages_until_watched_process_exits(tmp_path: Path) -> None:
-    watched = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    script = [sys.executable, "-I", "-S", str(hardware.__file__), str(tmp_path / "h.jsonl"), str(watched.pid)]
-    sampler = subprocess.Popen(script)
-    wait_for((tmp_path / "h.jsonl").exists)
-    assert watched.stdin is not None
-    watched.stdin.close()
-    watched.wait()
-    assert sampler.wait(timeout=60) == 0
-    row = read_rows(tmp_path / "h.jsonl")[0]
-    assert row["load"] and "memory_used" not in row and "tree" not in row

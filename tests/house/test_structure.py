@@ -16,7 +16,6 @@ POSTPONED = "from __future__ import annotations\n"
 ON_OLDER_PYTHONS = (  # files that run on other machines or interpreters
     *PACKAGE.glob("bundle/remote/*.py"),
     *PACKAGE.glob("execution/providers/ray/cluster/*.py"),
-    PACKAGE / "bundle/hardware.py",
     PACKAGE / "execution/providers/frames.py",
     PACKAGE / "execution/providers/skypilot/bridge.py",
     PACKAGE / "redaction.py",

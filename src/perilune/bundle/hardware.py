@@ -1,24 +1,18 @@
 """Samples the load of the machine and of one process tree once a second, as JSON lines.
 
-Needs only the standard library; psutil and nvidia-ml-py add more figures if they are installed. Every bundle
-has a copy of this file as scripts/hardware_sampler.py: `python hardware_sampler.py FILE PID`.
+nvidia-ml-py adds the figures of GPUs if it is installed.
 """
 
-from __future__ import annotations
-
-import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-try:
-    import psutil
-except ImportError:  # on a machine without packages
-    psutil = None  # type: ignore[assignment]
+import psutil
+
+from perilune.files import append_json_line
 
 
 class HardwareSampler:
@@ -36,12 +30,12 @@ class HardwareSampler:
         self.path = path
         self.interval = interval
         self.error: OSError | None = None
-        self._tree = _ProcessTree(pid) if pid is not None and psutil is not None else None
+        self._tree = _ProcessTree(pid) if pid is not None else None
         self._gpus = _Gpus()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hardware", daemon=True)
 
-    def __enter__(self) -> HardwareSampler:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -51,8 +45,7 @@ class HardwareSampler:
         self._gpus.close()
 
     def _run(self) -> None:
-        if psutil is not None:
-            psutil.cpu_percent(percpu=True)  # the first reading only sets the baseline
+        psutil.cpu_percent(percpu=True)  # the first reading only sets the baseline
         due = time.monotonic() + self.interval
         while not self._stopped.wait(max(0.0, due - time.monotonic())):
             due = max(due + self.interval, time.monotonic())
@@ -61,13 +54,8 @@ class HardwareSampler:
         self._append()
 
     def _append(self) -> bool:
-        line = json.dumps(self.sample(), sort_keys=True, separators=(",", ":")) + "\n"
         try:
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            try:
-                os.write(descriptor, line.encode())
-            finally:
-                os.close(descriptor)
+            append_json_line(self.path, self.sample())
         except OSError as error:
             self.error = error
             return False
@@ -80,10 +68,8 @@ class HardwareSampler:
         memory_total, swap_used, disk_free (where the file lies), disk_read and disk_write (since boot),
         tree: {processes, rss, cpu_percent (of one core), rss_by_pid}, gpus: [{...}].
         """
-        figures: dict[str, Any] = {"time": time.time(), "load": list(os.getloadavg())}
+        figures: dict[str, Any] = {"time": time.time(), "load": list(os.getloadavg()), **_machine()}
         figures["disk_free"] = _disk_free(self.path.parent)
-        if psutil is not None:
-            figures |= _machine()
         if self._tree is not None:
             figures["tree"] = self._tree.sample()
         gpus = self._gpus.sample()
@@ -192,28 +178,3 @@ class _Gpus:
         if self._devices:
             self._devices = []
             self._nvml.nvmlShutdown()
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def main(arguments: list[str]) -> int:
-    """Sample until the watched process ends."""
-    path, pid = Path(arguments[0]), int(arguments[1])
-    with HardwareSampler(path, pid):
-        while _is_alive(pid):
-            time.sleep(0.5)
-    return 0
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit("usage: hardware_sampler.py FILE PID")
-    sys.exit(main(sys.argv[1:]))

@@ -21,7 +21,6 @@ def remote_source(name: str) -> bytes:
 
 def write_scripts(job: Job, directory: Path) -> None:
     """Write the runner and its helpers, requirements.lock and the perilune wheel."""
-    package = files("perilune.bundle")
     redaction = (files("perilune") / "redaction.py").read_bytes()
     name, wheel = build_wheel()
     entrypoint = remote_source("entrypoint.sh").decode()
@@ -30,7 +29,6 @@ def write_scripts(job: Job, directory: Path) -> None:
         "redaction.py": redaction,
         "entrypoint.sh": entrypoint.replace("@COMMAND@", shlex.join(job.entrypoint)).encode(),
         "bootstrap.py": remote_source("bootstrap.py"),
-        "hardware_sampler.py": (package / "hardware.py").read_bytes(),
         "requirements.lock": requirements_lock(job.task).encode(),
         name: wheel,
     }
