@@ -1,7 +1,14 @@
 """Errors for users: what happened, where, and what to do."""
 
-from collections.abc import Iterator, Sequence
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 REPORT_BUG = "report this as a bug in Perilune; the recipe did not cause it"
 """Remedy of errors that only a defect of the code can cause."""
@@ -20,7 +27,7 @@ class PeriluneError(Exception):
     exit_code = 1
 
     def __init__(
-        self, what: str, *, where: str = "", remedy: str = "", others: Sequence["PeriluneError"] = ()
+        self, what: str, *, where: str = "", remedy: str = "", others: Sequence[PeriluneError] = ()
     ) -> None:
         super().__init__(what)
         self.what = what
@@ -71,3 +78,22 @@ def requires_extra(extra: str, what: str, *, where: str = "") -> Iterator[None]:
         yield
     except ImportError:
         raise RequestError(what, where=where, remedy=f"pip install 'perilune[{extra}]'") from None
+
+
+def invalid_value(error: ValidationError, *, where: str = "", remedy: str = "") -> RequestError:
+    """Return the first error of a pydantic model as an error that names the key."""
+    first = error.errors(include_url=False)[0]
+    key, what = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+    return RequestError(f"{key}: {what}" if key else what, where=where, remedy=remedy)
+
+
+def closest_name(name: str, valid: Iterable[str]) -> str:
+    """Return the name in `valid` that the user probably means by `name`; empty if none is close."""
+    return next(iter(difflib.get_close_matches(name, list(valid), n=1)), "")
+
+
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
+    """Return a hint that names the closest valid name if there is one, else all of them."""
+    choices = sorted(valid)
+    close = closest_name(name, choices)
+    return f"did you mean '{close}'?" if close else f"one of: {', '.join(choices)}"

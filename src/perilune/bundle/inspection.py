@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from perilune.bundle.digest import frozen_entries, recorded_digest, source_files
 from perilune.bundle.job import Job
 from perilune.bundle.manifest import MANIFEST
-from perilune.errors import RequestError
+from perilune.errors import RequestError, invalid_value
 from perilune.files import read_json
 
 
@@ -56,13 +56,8 @@ def read_job(bundle: Path) -> Job:
     try:
         return Job.model_validate(document)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise RequestError(
-            f"{key}: {first['msg']}",
-            where=str(path),
-            remedy="freeze the bundle with this version of perilune",
-        ) from None
+        remedy = "freeze the bundle with this version of perilune"
+        raise invalid_value(error, where=str(path), remedy=remedy) from None
 
 
 def read_object(path: Path) -> dict[str, Any]:

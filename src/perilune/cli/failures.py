@@ -11,7 +11,7 @@ from pathlib import Path
 
 from perilune.cli.commands import use_program_command
 from perilune.cli.output import format_for_terminal
-from perilune.errors import PeriluneError, RequestError, UserInterruptError, WorkFailedError
+from perilune.errors import PeriluneError, RequestError, UserInterruptError, WorkFailedError, invalid_value
 from perilune.redaction import redact_text
 
 STORAGE_ERRNOS = (
@@ -90,10 +90,8 @@ def _validation_error(error: BaseException) -> BaseException:
 
     if not isinstance(error, ValidationError):
         return error
-    first, *others = error.errors(include_url=False)
-    key = ".".join(str(part) for part in first["loc"])
-    more = f" (and {len(others)} more)" if others else ""
-    return RequestError(f"{first['msg']}{more}", where=f"{error.title}: {key}" if key else error.title)
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return RequestError(f"{invalid_value(error).what}{more}", where=error.title)
 
 
 def _save_traceback(error: BaseException) -> Path:

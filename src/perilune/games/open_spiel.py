@@ -12,9 +12,8 @@ from pydantic import Field
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode, strip_move
 from perilune.environments.core.protocol import AgentTurn, Message, Observation, Split, Task
-from perilune.environments.core.registry import did_you_mean
 from perilune.environments.core.splits import generate_task_ids
-from perilune.errors import RequestError
+from perilune.errors import RequestError, did_you_mean
 from perilune.frozen import Frozen
 from perilune.games.open_spiel_match import Match, is_simultaneous, load_pyspiel
 from perilune.games.open_spiel_text import game_text, move_text

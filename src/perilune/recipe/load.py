@@ -1,12 +1,11 @@
 """Loads a recipe: reads the YAML file, applies the `--set` overrides and validates the result."""
 
-import difflib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from perilune.errors import RequestError
+from perilune.errors import RequestError, closest_name
 from perilune.files import read_regular
 from perilune.recipe.problems import Problem, raise_problems, suggest_name
 from perilune.recipe.resolve import resolve
@@ -69,9 +68,9 @@ def _read_recipe(path: Path) -> str:
         raise RequestError("is a folder, not a recipe", where=str(path), remedy="the path of a YAML file")
     try:
         if not path.exists():
-            close = difflib.get_close_matches(path.stem, bundled_recipes(), n=1)
+            close = closest_name(path.stem, bundled_recipes())
             remedy = f"a path to a YAML file; bundled recipes: {', '.join(bundled_recipes())}"
-            remedy = f"'{close[0]}', which is bundled, or a path to a YAML file" if close else remedy
+            remedy = f"'{close}', which is bundled, or a path to a YAML file" if close else remedy
             raise RequestError("no such recipe", where=str(path), remedy=remedy)
         return read_regular(path, MAX_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import difflib
 import json
 import math
 import re
@@ -13,7 +12,7 @@ from typing import Any, NoReturn, TypeGuard, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from perilune.errors import RequestError
+from perilune.errors import RequestError, closest_name
 from perilune.files import read_regular
 from perilune.plural import plural
 from perilune.recipe.aliases import ALIASES, REMEDIES, find_alias
@@ -61,10 +60,10 @@ def suggest_name(name: str, valid: Iterable[str]) -> str:
     if not meant and name in ALIASES:
         elsewhere = " or ".join(f"'{key}'" for key in ALIASES[name])
         return f"{elsewhere}, which belongs in another section; here one of: {', '.join(names)}"
-    close = [meant] if meant else difflib.get_close_matches(name.strip().lower(), names, n=1, cutoff=0.6)
+    close = meant or closest_name(name.strip().lower(), names)
     choices = f"one of: {', '.join(names)}" if names else "remove it; no names are possible here"
     if close:
-        return f"'{close[0]}'; {choices}" if len(names) <= _MAX_LISTED_NAMES else f"'{close[0]}'"
+        return f"'{close}'; {choices}" if len(names) <= _MAX_LISTED_NAMES else f"'{close}'"
     if "config" in names:
         return f"config: {{{name}: ...}}, if it is a setting of the task; else {choices}"
     return choices

@@ -17,7 +17,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
-from perilune.errors import RequestError
+from perilune.errors import RequestError, invalid_value
 from perilune.files import read_json, read_regular, sha256_bytes, sha256_file, write_atomic, write_json
 from perilune.frozen import Frozen
 from perilune.models.text.tokenizer import Tokenizer
@@ -162,6 +162,4 @@ def _parse_file(model: type[Model], path: Path) -> Model:
     try:
         return model.model_validate(read_json(path))
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise RequestError(f"{key}: {first['msg']}", where=str(path)) from None
+        raise invalid_value(error, where=str(path)) from None

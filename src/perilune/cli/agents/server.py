@@ -18,7 +18,7 @@ from perilune.cli.agents.actions import Actor
 from perilune.cli.agents.output import mark_untrusted, render
 from perilune.cli.agents.reading import Reader
 from perilune.cli.arguments import try_refresh
-from perilune.errors import PeriluneError
+from perilune.errors import PeriluneError, invalid_value
 from perilune.redaction import redact_text
 from perilune.terminal import escape_control
 
@@ -104,10 +104,8 @@ class Tools:
         )
 
     def _describe_argument_error(self, name: str, error: ValidationError) -> str:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(str(part) for part in first["loc"])
         names = ", ".join(self._describe(name).inputSchema["properties"])
-        return f"{key}: {first['msg']}\n  try: the arguments of {name} are {names}"
+        return str(invalid_value(error, remedy=f"the arguments of {name} are {names}"))
 
 
 def serve(tools: Tools) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from perilune.cli.arguments import Json, ServerToken, make_command_group, open_control, read_token
 from perilune.cli.output import echo, print_json, write
-from perilune.errors import RequestError, WorkFailedError
+from perilune.errors import RequestError, WorkFailedError, did_you_mean
 
 if TYPE_CHECKING:
     from perilune.control.runs.experiments import Control
@@ -187,7 +187,6 @@ def slides(
     \b
     perilune wiki slides recipes/quickstart
     """
-    from perilune.environments.core.registry import did_you_mean
     from perilune.wiki.slides import render_slides
 
     folder = _open_wiki(wiki)[1]

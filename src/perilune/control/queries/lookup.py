@@ -1,6 +1,5 @@
 """Find runs and experiments by id or name, and describe them."""
 
-import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from perilune.control.machines.budget import MachineUse, machine_uses
 from perilune.control.record.store import Attempt, EarlierUse, Event, Experiment, Machine, Run, Stage
 from perilune.control.record.transitions import Cleanup, Reachability, RunState
 from perilune.control.runs.experiments import OVERRIDES_FILE, Control
-from perilune.errors import RequestError, UnknownNameError
+from perilune.errors import RequestError, UnknownNameError, closest_name
 from perilune.execution.launchers.docker import read_container
 from perilune.files import read_json, sha256_file
 
@@ -419,6 +418,6 @@ def _unknown_name(control: Control, reference: str, kind: str) -> UnknownNameErr
     if "run" in kind:
         names += [stage for identity, _, stage in rows if identity == rows[0][0]]
         names += [f"{experiment}/{stage}" for _, experiment, stage in rows]
-    close = difflib.get_close_matches(reference, names, n=1)
-    remedy = f"'{close[0]}'; perilune runs lists all" if close else "perilune runs"
+    close = closest_name(reference, names)
+    remedy = f"'{close}'; perilune runs lists all" if close else "perilune runs"
     return UnknownNameError(f"no {kind} is called '{reference}'", remedy=remedy)

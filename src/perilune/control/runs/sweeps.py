@@ -28,7 +28,7 @@ from perilune.control.runs.progress import StageStarted
 from perilune.control.runs.reconcile import PASS_TIMEOUT_S
 from perilune.control.runs.requests import cancel_run, request_experiment_cancel
 from perilune.control.runs.templates import Template
-from perilune.errors import PeriluneError, RequestError
+from perilune.errors import PeriluneError, RequestError, invalid_value
 from perilune.files import canonical_json, locked, read_json, sha256_bytes, write_json
 from perilune.frozen import Frozen
 from perilune.recipe.axes import Settings
@@ -130,7 +130,7 @@ def _read_sweep(path: Path) -> Sweep:
     try:
         return Sweep.model_validate(read_json(path))
     except ValidationError as error:
-        what = f"not a sweep: {error.errors()[0]['msg']}"
+        what = f"not a sweep: {invalid_value(error).what}"
         raise RequestError(what, where=str(path), remedy="remove the file; the experiments stay") from None
 
 

@@ -17,8 +17,8 @@ from pydantic import BaseModel, ValidationError
 import perilune
 from perilune.data.generators.teacher import Teacher
 from perilune.data.records import Provenance, settings_digest
-from perilune.environments.core.registry import did_you_mean, file_fields
-from perilune.errors import RequestError
+from perilune.environments.core.registry import file_fields, section_error
+from perilune.errors import RequestError, did_you_mean
 from perilune.extensions import TEACHER_GROUP, CodeFile, is_file_reference, load_extension
 from perilune.files import finite_number, replace_field, sha256_file
 
@@ -62,13 +62,12 @@ def make_teacher(
     model: type[BaseModel] | None = getattr(teacher_class, "Options", None)
     if options and model is None:
         raise RequestError(f"the teacher '{name}' takes no options", where=f"options.{next(iter(options))}")
-    try:
-        arguments = () if model is None else (model.model_validate(options or {}),)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        remedy = did_you_mean(key, model.model_fields if model else ()) if "extra" in first["type"] else ""
-        raise RequestError(first["msg"], where=f"options.{key}", remedy=remedy) from None
+    arguments: list[BaseModel] = []
+    if model:
+        try:
+            arguments = [model.model_validate(options or {})]
+        except ValidationError as error:
+            raise section_error(error, model, "options") from None
     teacher: Teacher = teacher_class(shares, *arguments)
     return teacher
 

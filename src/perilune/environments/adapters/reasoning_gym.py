@@ -22,10 +22,9 @@ from perilune.environments.adapters.independent_checks import UNRELIABLE_FAMILIE
 from perilune.environments.adapters.reasoning_gym_import import load_all_families, load_family
 from perilune.environments.core.protocol import Failure, Outcome, Score, Split, Task, Transcript
 from perilune.environments.core.reference_answer import ReferenceAnswer
-from perilune.environments.core.registry import did_you_mean
 from perilune.environments.core.single_turn import SingleTurn
 from perilune.environments.core.splits import assign_split
-from perilune.errors import RequestError
+from perilune.errors import RequestError, did_you_mean
 from perilune.frozen import Frozen
 
 CHUNK_ITEMS = 1000  # items drawn from one seed of the generator

@@ -19,9 +19,8 @@ from perilune.environments.adapters.global_random import GlobalRandom
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn
 from perilune.environments.core.protocol import Message, Observation, Split, Task
-from perilune.environments.core.registry import did_you_mean
 from perilune.environments.core.splits import generate_task_ids
-from perilune.errors import RequestError
+from perilune.errors import RequestError, did_you_mean
 from perilune.frozen import Frozen
 
 MAX_PLAYERS = 6  # tried if the recipe does not set the number of players

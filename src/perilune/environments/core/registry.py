@@ -9,10 +9,9 @@ The id file.py:name is such a class in a file, whose text is the section's field
 those of `Spec` without `id`.
 """
 
-import difflib
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -30,7 +29,7 @@ from perilune.environments.core.prompting import PromptingSettings
 from perilune.environments.core.protocol import Environment
 from perilune.environments.core.rewards import WeightedRewards
 from perilune.environments.core.tasks_section import TasksSection
-from perilune.errors import RequestError
+from perilune.errors import RequestError, did_you_mean
 from perilune.extensions import is_file_reference, load_extension
 from perilune.files import get_field, replace_field
 
@@ -235,7 +234,7 @@ def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Enviro
     except ValidationError as error:
         if model is None:
             raise
-        raise _request_error(error, model) from None
+        raise section_error(error, model, "environment") from None
     except Exception as error:
         if not is_file_reference(spec.get("id")):
             raise
@@ -306,13 +305,6 @@ def _protocol_error(name: str, lacking: Sequence[str]) -> RequestError:
     )
 
 
-def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """Return a hint that names the closest valid name if there is one, else all of them."""
-    choices = sorted(valid)
-    close = difflib.get_close_matches(name, choices, n=1)
-    return f"did you mean '{close[0]}'?" if close else f"one of: {', '.join(choices)}"
-
-
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
@@ -321,7 +313,7 @@ def _parse_shared_section(model: type[Settings], key: str, spec: Mapping[str, An
     try:
         return model.model_validate(spec.get(key) or {})
     except ValidationError as error:
-        raise _request_error(error, model, f"{key}.") from None
+        raise section_error(error, model, "environment", f"{key}.") from None
 
 
 @cache
@@ -392,10 +384,13 @@ def _load_factory(reference: str) -> Any:
         ) from None
 
 
-def _request_error(error: ValidationError, model: type[BaseModel], prefix: str = "") -> RequestError:
+def section_error(
+    error: ValidationError, model: type[BaseModel], section: str, prefix: str = ""
+) -> RequestError:
+    """Return the first error of the `model` of a section, whose keys begin with `prefix`, with a remedy."""
     first = error.errors()[0]
     key = prefix + ".".join(map(str, first["loc"]))
-    where = f"environment.{key}" if key else "environment"
+    where = f"{section}.{key}" if key else section
     if first["type"] == "extra_forbidden":
         name = key.removeprefix(prefix)
         remedy = did_you_mean(name, model.model_fields)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args
 
 from pydantic import Field, ValidationError
 
-from perilune.errors import RequestError
+from perilune.errors import RequestError, did_you_mean, invalid_value
 from perilune.extensions import CodeReference
 from perilune.learn.algorithms.base import Algorithm, StepContext
 from perilune.learn.algorithms.dgpo import DGPO
@@ -61,11 +61,9 @@ def algorithm(name: str, **options: Any) -> Algorithm:
         RequestError: when the algorithm or an option is unknown, or an option has an invalid value.
     """
     if name not in ALGORITHMS:
-        raise RequestError(f"no algorithm is called '{name}'", remedy=f"one of: {', '.join(ALGORITHMS)}")
+        raise RequestError(f"no algorithm is called '{name}'", remedy=did_you_mean(name, ALGORITHMS))
     try:
         return ALGORITHMS[name].model_validate({"name": name, **options})
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
         known = ", ".join(field for field in ALGORITHMS[name].model_fields if field != "name")
-        location = ".".join(map(str, first["loc"]))
-        raise RequestError(f"{location}: {first['msg']}", where=name, remedy=f"options: {known}") from None
+        raise invalid_value(error, where=name, remedy=f"options: {known}") from None

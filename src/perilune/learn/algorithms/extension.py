@@ -9,7 +9,7 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
-from perilune.errors import RequestError
+from perilune.errors import RequestError, invalid_value
 from perilune.extensions import ALGORITHM_GROUP, CODE_SCHEMA, is_file_reference, load_extension
 from perilune.learn.algorithms.base import Algorithm
 
@@ -51,10 +51,8 @@ class OrExtension:
         try:
             return kind.model_validate(options)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            location = ".".join(map(str, first["loc"]))
             known = ", ".join(field for field in kind.model_fields if field != "name")
-            raise ValueError(f"{location}: {first['msg']}; its options are {known}") from None
+            raise ValueError(f"{invalid_value(error).what}; its options are {known}") from None
 
 
 def _is_extension(name: str) -> bool:

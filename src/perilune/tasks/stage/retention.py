@@ -9,8 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from perilune.bundle.workspace import Workspace
-from perilune.environments.core.registry import did_you_mean
-from perilune.errors import RequestError
+from perilune.errors import RequestError, did_you_mean
 from perilune.frozen import Frozen
 from perilune.metrics.bootstrap import Interval, bootstrap_problems
 from perilune.metrics.held_out import LOWER_IS_BETTER, list_evaluations
