@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from learning_cases import episode, random_groups, signals_for
 
 from perilune.data.episode import Episode
-from perilune.errors import WorkFailedError
+from perilune.errors import RequestError, WorkFailedError
 from perilune.learn import losses
 from perilune.learn.advantages import generalized_advantages, leave_one_out, rewards_to_go, whitened
 from perilune.learn.algorithms import RL_ALGORITHMS, StepContext, algorithm
@@ -463,3 +463,10 @@ def test_dgpo_may_give_one_token_all_the_weight() -> None:
     weighted = dgpo.weight_groups([group], context)
     assert [np.count_nonzero(weights) for weights in weighted[0].policy_gradient.weights] == [1, 1]
     check_weights(weighted, centred=dgpo.centred, sparse=dgpo.sparse)
+
+
+def test_unknown_algorithms_and_invalid_options_are_named_with_a_remedy() -> None:
+    with pytest.raises(RequestError, match=r"no algorithm is called 'grpoo'\n  try: did you mean 'grpo'\?"):
+        algorithm("grpoo")
+    with pytest.raises(RequestError, match=r"grpo: clip_hihg: Extra inputs .*\n  try: options: .*clip_high"):
+        algorithm("grpo", clip_hihg=0.3)
