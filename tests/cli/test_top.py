@@ -1,6 +1,7 @@
 """`perilune top` in a pseudo-terminal: its table and Ctrl-C."""
 
 import contextlib
+import io
 import json
 import os
 import pty
@@ -12,13 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "drill"))
 
 from drill_cases import Command, drill_plan, has_event, only_run, start, wait_for
 from drill_fixtures import *  # noqa: F403
 
-from perilune.cli.inspect.run_table import COLUMNS, live_stages
+from perilune.cli.inspect.run_table import COLUMNS, live_stages, make_live_table
 from perilune.control.runs.experiments import Control
 from perilune.control.runs.requests import request_cancel
 
@@ -83,6 +85,9 @@ def test_top_prints_text_without_a_terminal(perilune: Command, control: Control)
     done = document["progress"]["done"]  # progress is written for some steps only
     assert done in {1, 2} and document["elapsed"] > 0
     (row,) = live_stages(control, 10)
+    narrow = Console(width=60, file=io.StringIO(), record=True)
+    narrow.print(make_live_table([row], narrow.width))
+    assert "  one, active, try 1, ━" in narrow.export_text()
     began = document["progress"]["began"]
     assert began["done"] == 1 and began["time"] <= document["progress"]["time"]
     # The time in the queue and the steps of earlier attempts do not count.
