@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_report_browser import make_comparison
 
+from perilune.cli.train.results import paired_change
 from perilune.files import write_json_lines
 from perilune.ui.evaluations import (
     UNRECOGNIZED,
@@ -127,11 +128,24 @@ def test_evaluations_of_disjoint_tasks_have_no_differences() -> None:
     assert compare_evaluations(before, after).differences == {}
 
 
-def test_pass_at_k_difference_needs_k_samples_of_every_task() -> None:
-    interval = {"mean": 0.5, "low": 0.4, "high": 0.6}
-    rows = [["t0", 8, 2], ["t1", 7, 2]]
-    both = [evaluation(name, correct_per_task=rows, **{"pass@8": interval}) for name in "ab"]
+def test_report_and_terminal_state_the_same_differences() -> None:
+    """Both leave a task with seven scored answers out of pass@8, and pair a small part of the tasks."""
+    shared = [["t0", 7, 2], *([f"t{i}", 8, i % 3] for i in range(1, 9))]
+    summaries = [
+        {"correct_per_task": [*shared, *([f"b{i}", 8, 1] for i in range(90))]},
+        {"correct_per_task": [*([task, n, 2 * right] for task, n, right in shared), ["a", 8, 8]]},
+    ]
+    report = compare_evaluations(*(evaluation(**row, **{"pass@8": 0.5}) for row in summaries))
+    terminal = paired_change(*summaries)
+    assert (report.tasks, set(report.differences)) == (terminal.pop("tasks"), {"pass@1", "pass@8"})
+    assert {name: change._asdict() for name, change in report.differences.items()} == terminal
+
+
+def test_measure_of_one_evaluation_has_no_difference() -> None:
+    before, after = ({"correct_per_task": [["t0", 8, 2], *rows]} for rows in ([["t1", 1, 0]], []))
+    both = [evaluation(**before), evaluation(**after, **{"pass@8": 0.5})]
     assert set(compare_evaluations(*both).differences) == {"pass@1"}
+    assert write_headline(both, compare_evaluations(*both), None, []).title
 
 
 def test_headline_names_a_measure_that_moved_the_other_way() -> None:

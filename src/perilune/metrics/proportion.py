@@ -1,10 +1,11 @@
 """Proportions and pass rates with their confidence intervals."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from perilune.errors import RequestError
 from perilune.metrics.bootstrap import Interval, bootstrap_problems, paired_difference
+from perilune.metrics.pass_at_k import pass_at_k
 
 Z_95 = 1.959963984540054  # of the standard normal, two-sided 95%
 
@@ -56,3 +57,18 @@ def pass_rate_change(before: Mapping[str, float], after: Mapping[str, float], *,
     return Interval(
         change.mean, change.mean - share * (change.mean + 1), change.mean + share * (1 - change.mean)
     )
+
+
+def pass_at_k_change(
+    before: Iterable[tuple[str, int, int]], after: Iterable[tuple[str, int, int]], k: int
+) -> tuple[Interval, int] | None:
+    """Return the change of pass@k over the common tasks, and their number; None if there are none.
+
+    Args:
+        before, after: (task, scored answers, right answers). Tasks of fewer than k are left out.
+    """
+    rates = [{task: pass_at_k(n, right, k) for task, n, right in rows if n >= k} for rows in (before, after)]
+    shared = rates[0].keys() & rates[1].keys()
+    if not shared:
+        return None
+    return pass_rate_change(*({task: side[task] for task in shared} for side in rates)), len(shared)

@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from perilune.metrics.bootstrap import Interval
-from perilune.metrics.pass_at_k import pass_at_k
-from perilune.metrics.proportion import pass_rate_change
+from perilune.metrics.proportion import pass_at_k_change
 
 UNRECOGNIZED = "unrecognized"
 UNTRAINED = "untrained"  # label of a model with random weights
-MIN_SHARED_TASK_SHARE = 0.9  # share of the larger evaluation's tasks that a paired difference needs
 RARE_STRATEGY_SHARE = 0.01  # strategies with a smaller share of the answers are shown together
 ROUNDING_SHARE = 1e-6  # a share below this is rounding
 
@@ -62,7 +60,7 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The later minus the earlier evaluation. `differences` are paired by task, and empty for other tasks."""
+    """The later minus the earlier evaluation. `differences` are paired over the common tasks."""
 
     before: str
     after: str
@@ -124,7 +122,7 @@ def _number(value: Any) -> float | None:
 
 
 def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
-    """Return the later evaluation minus the earlier, paired by task if both judge the same tasks."""
+    """Return the later evaluation minus the earlier, paired by task."""
     return Comparison(
         before=before.stage,
         after=after.stage,
@@ -138,26 +136,20 @@ def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
 
 
 def _paired_differences(before: Evaluation, after: Evaluation) -> dict[str, Interval]:
-    """Return differences paired over the common tasks, of which a few may lack a verdict."""
+    """Return the differences of the measures that both evaluations have."""
     differences = {}
-    for name in after.measures:
-        earlier, later = _task_values(before, name), _task_values(after, name)
-        shared = earlier.keys() & later.keys()
-        if len(shared) > MIN_SHARED_TASK_SHARE * max(len(earlier), len(later)):
-            differences[name] = pass_rate_change(
-                {task: earlier[task] for task in shared}, {task: later[task] for task in shared}
-            )
+    for name in [name for name in after.measures if name in before.measures]:
+        k = 1 if name == "greedy" else int(name.removeprefix("pass@"))
+        if paired := pass_at_k_change(_count_right(before, name), _count_right(after, name), k):
+            differences[name] = paired[0]
     return differences
 
 
-def _task_values(evaluation: Evaluation, measure: str) -> dict[str, float]:
-    """Return the measure of each task; empty if a task has too few samples."""
+def _count_right(evaluation: Evaluation, measure: str) -> list[tuple[str, int, int]]:
+    """Return each task with its scored and its right answers."""
     if measure == "greedy":
-        return {task: float(right) for task, right in evaluation.greedy.items()}
-    k = int(measure.removeprefix("pass@"))
-    if any(n < k for n, _ in evaluation.solved.values()):
-        return {}
-    return {task: pass_at_k(n, c, k) for task, (n, c) in evaluation.solved.items()}
+        return [(task, 1, int(right)) for task, right in evaluation.greedy.items()]
+    return [(task, *counts) for task, counts in evaluation.solved.items()]
 
 
 def split_by_strategy(before: Evaluation, after: Evaluation) -> tuple[Contribution, ...]:

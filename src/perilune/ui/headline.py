@@ -94,7 +94,7 @@ def _comparison_headline(
             for name, other in comparison.differences.items()
             if name != "pass@1" and _direction(other) not in (0, _direction(change))
         )
-    paragraphs = [_describe_basis(change, after, trained)]
+    paragraphs = [_describe_basis(change, comparison.tasks or after.tasks, trained)]
     if explained := _explain_change(comparison, before, after):
         paragraphs.append(explained)
     return Headline(title, tuple(paragraphs), _explain_split(comparison))
@@ -110,8 +110,8 @@ def _describe_move(name: str, change: Interval, start: float, end: float) -> str
     return f"{name} {verb} from {format_percent(start)} to {format_percent(end)}"
 
 
-def _describe_basis(change: Interval | None, after: Evaluation, trained: Training | None) -> str:
-    basis = f"On {after.tasks} held-out tasks"
+def _describe_basis(change: Interval | None, tasks: int, trained: Training | None) -> str:
+    basis = f"On {tasks} held-out tasks"
     if trained is not None and trained.task != "evaluate":
         basis += f", after {trained.description[0].lower() + trained.description[1:].rstrip('.')}"
     if change is None:

@@ -132,7 +132,7 @@ class Reader:
         for run, attempt in ((before, old), (after, new)):
             if attempt.summary.get("kind") != "evaluation":
                 raise RequestError(f"run {run} is no finished evaluation", remedy="runs lists the stages")
-        change = paired_change(old.summary, new.summary, int(new.job.get("seed") or 0))
+        change = paired_change(old.summary, new.summary)
         if not change:
             raise RequestError(f"{before} and {after} have no scored task in common")
         differing = [key for key in ("seed", "environment") if old.job.get(key) != new.job.get(key)]

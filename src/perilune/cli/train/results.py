@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from perilune.cli.output import as_markup, interval_markup, make_console, make_table
 from perilune.metrics.lineage import find_parent_evaluation
-from perilune.metrics.pass_at_k import pass_at_k
 from perilune.metrics.training import describe_training
 
 if TYPE_CHECKING:
@@ -180,29 +179,20 @@ def parent_change(
     before = find_parent_evaluation(evaluation.name, checkpoints, settings)
     if before is None:
         return {}
-    change = paired_change(summaries[before], summaries[evaluation.name], recipe.seed)
+    change = paired_change(summaries[before], summaries[evaluation.name])
     return {"change": {"against": before, **change}} if change else {}
 
 
-def paired_change(before: Mapping[str, Any], after: Mapping[str, Any], seed: int) -> dict[str, Any]:
+def paired_change(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """Return the changes of pass@1 and pass@8 between two summaries on their common tasks; {} without any."""
-    from perilune.metrics.proportion import pass_rate_change
+    from perilune.metrics.proportion import pass_at_k_change
 
     change: dict[str, Any] = {}
     for k in (1, 8):
-        old, new = _pass_rates(before, k), _pass_rates(after, k)
-        shared = old.keys() & new.keys()  # tasks without a verdict are missing
-        if shared:
-            common = ({task: rates[task] for task in shared} for rates in (old, new))
-            change |= {f"pass@{k}": pass_rate_change(*common, seed=seed)._asdict()}
-            change.setdefault("tasks", len(shared))
+        if paired := pass_at_k_change(before["correct_per_task"], after["correct_per_task"], k):
+            change |= {f"pass@{k}": paired[0]._asdict()}
+            change.setdefault("tasks", paired[1])
     return change
-
-
-def _pass_rates(summary: Mapping[str, Any], k: int) -> dict[str, float]:
-    """Return the estimate of pass@k of each task with at least k scored answers."""
-    rows = [row for row in summary["correct_per_task"] if row[1] >= k]
-    return {task: right / n if k == 1 else pass_at_k(n, right, k) for task, n, right in rows}
 
 
 def _evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> Any:
