@@ -7,24 +7,6 @@ from xml.sax.saxutils import escape
 
 from perilune.cli.units import format_size, format_tokens
 
-WIDTH, HEIGHT = 60, 12  # characters of the plot in a terminal
-_EMPTY = " \u2800"  # the second character is the empty Braille pattern
-
-
-def curve_lines(curve: Sequence[Mapping[str, Any]]) -> list[str]:
-    import plotille
-
-    figure = plotille.Figure()
-    figure.width, figure.height, figure.origin = WIDTH, HEIGHT, False
-    figure.x_label, figure.y_label = "tokens", "cache/token"
-    figure.x_ticks_fkt = lambda value, _: f"{format_tokens(2**value):>9}"
-    figure.y_ticks_fkt = lambda value, _: f"{format_size(2**value):>10}"
-    points = [(math.log2(point["tokens"]), math.log2(point["cache_bytes_per_token"])) for point in curve]
-    figure.set_x_limits(points[0][0], max(points[-1][0], points[0][0] + 1))
-    figure.set_y_limits(*_bounds([y for _, y in points]))
-    figure.plot([x for x, _ in points], [y for _, y in points])
-    return [line.rstrip(_EMPTY) for line in figure.show().splitlines()]
-
 
 def curve_svg(curve: Sequence[Mapping[str, Any]], title: str) -> str:
     """Return the plot as an SVG of 640 x 360 that takes its colors from the page around it."""

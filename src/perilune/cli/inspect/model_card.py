@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from perilune.cli.arguments import Json, check_output_file
-from perilune.cli.inspect.cache_curve import curve_lines, curve_svg
+from perilune.cli.inspect.cache_curve import curve_svg
 from perilune.cli.output import echo, print_json
 from perilune.cli.units import format_count, format_flops, format_size
 from perilune.errors import RequestError
@@ -80,9 +80,6 @@ def card_text(document: Mapping[str, Any]) -> str:
             f"  {format_size(point['cache_bytes']):>12}  {format_flops(point['generation_flops']):>14}"
             f"  {format_flops(point['training_flops_per_token']):>14}"
         )
-    figures = [point["cache_bytes_per_token"] for point in document["curve"]]
-    if max(figures) > 1.01 * min(figures):
-        lines += ["", *curve_lines(document["curve"])]
     memory = document["memory"]
     lines += ["", f"memory for {memory['batch']:,} x {memory['tokens']:,} tokens"]
     for use in ("sampling", "training"):
