@@ -40,7 +40,7 @@ class ServerError(Exception):
 
 
 class JsonClient:
-    """A client that sends and receives JSON, and retries while the server is busy. Thread-safe.
+    """A client that sends JSON or bytes, receives JSON, and retries while the server is busy. Thread-safe.
 
     Args:
         url: URL of the server's root or of its /v1, http or https.
@@ -76,31 +76,42 @@ class JsonClient:
     def close(self) -> None:
         self._client.close()
 
-    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Send a request and return the parsed answer.
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | bytes | None = None,
+        *,
+        headers: Mapping[str, str] = {},
+        retry: bool = True,
+    ) -> Any:
+        """Send a request and return the parsed answer. Without `retry`, it is sent once.
 
         Raises:
             ServerError: when the server refuses, fails, stays busy, or its answer is too large or not JSON.
         """
-        for attempt in range(1, self._attempts + 1):
+        attempts = self._attempts if retry else 1
+        for attempt in range(1, attempts + 1):
             try:
-                status, headers, content = self._exchange(method, path, body)
+                status, received, content = self._exchange(method, path, body, headers)
             except self._transport_error as error:
                 # The message may name the host, but never the token.
-                status, headers, content = 0, {}, f"{type(error).__name__}: {error}".encode()
+                status, received, content = 0, {}, f"{type(error).__name__}: {error}".encode()
             if status == 200:
                 return _parse_json(content)
             if status not in _RETRY_STATUSES and status:
                 raise ServerError(f"the server refuses with {status}: {_error_message(content)}", status)
-            if attempt < self._attempts:
-                time.sleep(_retry_delay(headers, attempt))
+            if attempt < attempts:
+                time.sleep(_retry_delay(received, attempt))
         what = f"answers {status}" if status else "does not answer"
-        raise ServerError(f"the server {what} ({_error_message(content)}), {self._attempts} times", status)
+        times = f", {attempts} times" if retry else ""
+        raise ServerError(f"the server {what} ({_error_message(content)}){times}", status)
 
     def _exchange(
-        self, method: str, path: str, body: Mapping[str, Any] | None
+        self, method: str, path: str, body: Mapping[str, Any] | bytes | None, headers: Mapping[str, str]
     ) -> tuple[int, Mapping[str, str], bytes]:
-        with self._client.stream(method, path, json=body) as response:
+        sent: dict[str, Any] = {"content": body} if isinstance(body, bytes) else {"json": body}
+        with self._client.stream(method, path, headers=dict(headers), **sent) as response:
             content = bytearray()
             for part in response.iter_bytes():
                 content += part

@@ -100,7 +100,7 @@ def test_server_without_the_weights_stops_the_run(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keeps = SimpleNamespace(push=lambda *_: SimpleNamespace(seconds=0.0, bytes=0))
-    monkeypatch.setattr("perilune.weights.push.find_server", lambda *_: keeps)
+    monkeypatch.setattr("perilune.tasks.rl.server.find_server", lambda *_: keeps)
     with pytest.raises(WorkFailedError, match="the sampler has other weights"):
         run_task(tmp_path / "bundle", "rl", seed=2, engine={"url": url, "precision": "float32"})
 

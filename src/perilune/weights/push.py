@@ -10,19 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
-
 from perilune.errors import RequestError, WorkFailedError
 from perilune.files import read_json, sha256_file
 from perilune.models.adapters.files import CONFIG
-from perilune.servers import parse_server_url
+from perilune.servers import JsonClient, ServerError
 from perilune.weights.checkpoint import load_tensors
 from perilune.weights.delta import CopyComparison, Update, WeightWriter
 
-_MAX_ATTEMPTS = 8  # failed connections in a row, after which a push fails
-_MAX_WAIT_S = 10.0  # longest time between two attempts
-_CONNECT_TIMEOUT_S = 10.0
-_ANSWER_TIMEOUT_S = 600.0  # long, because the server answers once it has loaded the weights
+_MAX_ATTEMPTS = 8  # failed uploads in a row, after which a push fails
+_MAX_WAIT_S = 10.0  # longest time between two uploads
 _AUTHENTICATE = "name the environment variable with the server's token: --token-env NAME"
 
 
@@ -138,7 +134,7 @@ class PeriluneServer(WeightServer):
                     failures = 0
                 report(sent, total)
                 return
-            except httpx.TransportError as error:
+            except WorkFailedError as error:
                 failures += 1
                 if failures >= _MAX_ATTEMPTS:
                     raise WorkFailedError(
@@ -162,8 +158,8 @@ class PeriluneServer(WeightServer):
             file.seek(first)
             data = file.read(chunk)
         byte_range = f"bytes {first}-{first + len(data) - 1}/{total}"
-        answer = self._http.exchange("PUT", f"/v1/weights/{digest}", data, {"Content-Range": byte_range})
-        return int(answer["received"])
+        options = {"headers": {"Content-Range": byte_range}, "retry": False}
+        return int(self._http.json("PUT", f"/v1/weights/{digest}", data, **options)["received"])
 
 
 class FolderServer(WeightServer):
@@ -301,65 +297,34 @@ class _Http:
     """Requests to one server."""
 
     def __init__(self, url: str, token: str | None) -> None:
-        self._url = parse_server_url(url)
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._client = httpx.Client(
-            base_url=self._url,
-            headers=headers,
-            timeout=httpx.Timeout(_ANSWER_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S),
-        )
+        self._client = JsonClient(url, token=token)
 
-    def json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the answer to a request. Repeats the request while the server is unreachable.
+    def json(
+        self, method: str, path: str, body: Mapping[str, Any] | bytes | None = None, **options: Any
+    ) -> Any:
+        """Return the answer, {} if it is not JSON. `options` are those of `JsonClient.request`.
 
         Raises:
-            RequestError, WorkFailedError: as `exchange`, and when the server stays unreachable.
-        """
-        for attempt in range(_MAX_ATTEMPTS):
-            if attempt:
-                time.sleep(min(0.05 * 2**attempt, _MAX_WAIT_S))
-            try:
-                return self.exchange(method, path, body)
-            except httpx.TransportError as error:
-                message = f"the server does not answer: {error}"
-        remedy = "check the address, and whether the server runs"
-        raise WorkFailedError(message, where=self._url, remedy=remedy)
-
-    def post(self, path: str, body: dict[str, Any]) -> None:
-        """Send one request, without repeating it: the server may have carried it out.
-
-        Raises:
-            RequestError, WorkFailedError: as `exchange`, and when the connection fails.
+            RequestError: when the server refuses.
+            WorkFailedError: when it fails, stays busy, or does not answer.
         """
         try:
-            self.exchange("POST", path, body)
-        except httpx.TransportError as error:
-            raise WorkFailedError(
-                f"the connection was lost during POST {path}: {error}",
-                where=self._url,
-                remedy="see the server's log, then push again; the server may stay paused until then",
-            ) from None
+            return self._client.request(method, path, body, **options)
+        except ServerError as error:
+            if error.status == 200:
+                return {}
+            message, where = f"{method} {path}: {error.what}", self._client.url
+            if error.is_refusal:
+                remedies = {401: _AUTHENTICATE, 404: _missing_endpoint(path, error.what)}
+                raise RequestError(message, where=where, remedy=remedies.get(error.status, "")) from None
+            remedy = "check the address, and whether the server runs"
+            if error.status or not options.get("retry", True):
+                remedy = "see the server's log, then push again; a paused server stays paused until then"
+            raise WorkFailedError(message, where=where, remedy=remedy) from None
 
-    def exchange(
-        self, method: str, path: str, body: dict[str, Any] | bytes | None, headers: Mapping[str, str] = {}
-    ) -> Any:
-        """Return the answer to one request.
-
-        Raises:
-            RequestError: when the server refuses it.
-            WorkFailedError: when the server fails.
-            httpx.TransportError: when the connection fails.
-        """
-        content = {"content": body} if isinstance(body, bytes) else {"json": body} if body is not None else {}
-        response = self._client.request(method, path, headers=dict(headers), **content)
-        if response.status_code == 200:
-            is_json = response.headers.get("content-type", "").startswith("application/json")
-            return response.json() if is_json else {}
-        message = f"{method} {path} returned {response.status_code}: {response.text[:300]}"
-        if response.status_code >= 500:
-            raise WorkFailedError(message, where=self._url, remedy="see the server's log")
-        remedy = {401: _AUTHENTICATE, 404: _missing_endpoint(path, response.text)}
-        raise RequestError(message, where=self._url, remedy=remedy.get(response.status_code, ""))
+    def post(self, path: str, body: Mapping[str, Any]) -> None:
+        """Send one request, without repeating it: the server may have carried it out."""
+        self.json("POST", path, body, retry=False)
 
 
 def _missing_endpoint(path: str, answer: str) -> str:

@@ -14,6 +14,7 @@ from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.stage.player import Player
 from perilune.tasks.stage.sampling import TrainedServerSpec, open_server
 from perilune.watchdog import Watchdog
+from perilune.weights.push import find_server
 
 
 class ServerSampler(GroupSampler):
@@ -29,8 +30,6 @@ class ServerSampler(GroupSampler):
     def __init__(self, spec: RLSpec, server: TrainedServerSpec, player: Player, learner: Learner) -> None:
         workspace = player.workspace
         self._engine, self._learner = open_server(server, workspace), learner
-        from perilune.weights.push import find_server  # needs httpx, which `open_server` has found
-
         self._server = find_server(server.url, workspace.secret(server.token) if server.token else None)
         self._folder = workspace.runtime / "published"
         self._timings: Mapping[str, float] = {}
