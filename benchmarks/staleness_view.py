@@ -14,7 +14,7 @@ DEFAULT = "tis"  # the default of `off_policy`
 CHART = "staleness.svg"
 CORRECTIONS = {
     "clip": "no correction: PPO's ratio compares the learner with the policy that sampled the token",
-    "none": "PPO's ratio compares the learner with itself before the step, as if it had sampled the tokens",
+    "none": "the log-probs of the sampler are ignored, as if the learner's weights had sampled the tokens",
     "tis": "each token has its importance weight, truncated at 2 (the default)",
     "icepop": "each token has its importance weight; tokens with a weight below 0.5 or above 5 are left out",
     "sequence": "each token has the importance weight of its whole answer, truncated at 2",

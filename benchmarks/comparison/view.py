@@ -128,7 +128,7 @@ def outcome(compared: Comparisons, suite: Suite) -> tuple[str, str]:
     return (
         f"RL with {len({arm for _, _, arm in compared})} algorithms and variants is compared with GRPO on"
         f" {suite.models}, in {count(len(settings), 'setting')}.",
-        f"Pass rates differ significantly from GRPO's, each in at least one setting: {'; '.join(verdicts)}."
+        f"Pass rates differ significantly from GRPO's in at least one setting: {'; '.join(verdicts)}."
         if verdicts
         else "In no setting does a pass rate differ significantly from GRPO's.",
     )

@@ -54,10 +54,10 @@ def swarm(document: Document) -> Lead:
     return (
         "RL trains an agent that may start sub-agents to look up eight values, with all reward terms of PARL "
         "(parallel-agent RL) and with the reward for right answers alone.",
-        f"With all terms and a budget, an episode takes {every['critical steps']:.1f} sequential steps and "
-        f"{every['accuracy']:.1%} of the episodes are right; with the reward for right answers alone, an "
-        f"episode takes {alone['critical steps']:.1f} steps and {alone['accuracy']:.1%} are right (means "
-        f"over seeds{'' if shown else '; no difference of accuracy shown'}).",
+        f"With all reward terms and a budget of steps, an episode takes {every['critical steps']:.1f} "
+        f"sequential steps and {every['accuracy']:.1%} of the episodes are right; with the reward for right "
+        f"answers alone, an episode takes {alone['critical steps']:.1f} steps and {alone['accuracy']:.1%} "
+        f"are right (means over seeds{'' if shown else '; no difference of accuracy shown'}).",
     )
 
 

@@ -152,7 +152,7 @@ def process_rewards(document: Document) -> Lead:
         "Process rewards computed with one forward pass are compared with Monte Carlo estimates, on the "
         "quickstart's three-digit sums.",
         f"The rank correlation of process rewards from one forward pass with Monte Carlo estimates is "
-        f"{span(values[True])} if an answer has one segment boundary, after the written working, and "
+        f"{span(values[True])} if an answer has one segment boundary, between calculation and sum, and "
         f"{span(values[False])} with more boundaries.",
     )
 

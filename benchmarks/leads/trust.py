@@ -98,7 +98,7 @@ def reward_hacks(document: Document) -> Lead:
         "sound scorers, and Perilune's built-in rewards.",
         f"The audit named the hack in {summary['planted scorers named']} of {summary['planted scorers']} "
         f"planted scorers, found a flaw in {summary['unseen scorers with grade C or worse']} of "
-        f"{summary['unseen scorers']} scorers written after it, and gave grade A to "
+        f"{summary['unseen scorers']} scorers written after the audit, and gave grade A to "
         f"{summary['sound scorers with grade A']} of {summary['sound scorers']} sound scorers.",
     )
 
