@@ -5,10 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pydantic import ValidationError
 
 REPORT_BUG = "report this as a bug in Perilune; the recipe did not cause it"
 """Remedy of errors that only a defect of the code can cause."""
@@ -78,13 +74,6 @@ def requires_extra(extra: str, what: str, *, where: str = "") -> Iterator[None]:
         yield
     except ImportError:
         raise RequestError(what, where=where, remedy=f"pip install 'perilune[{extra}]'") from None
-
-
-def invalid_value(error: ValidationError, *, where: str = "", remedy: str = "") -> RequestError:
-    """Return the first error of a pydantic model as an error that names the key."""
-    first = error.errors(include_url=False)[0]
-    key, what = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
-    return RequestError(f"{key}: {what}" if key else what, where=where, remedy=remedy)
 
 
 def closest_name(name: str, valid: Iterable[str]) -> str:

@@ -8,8 +8,9 @@ from pydantic import ValidationError
 from perilune.bundle.digest import frozen_entries, recorded_digest, source_files
 from perilune.bundle.job import Job
 from perilune.bundle.manifest import MANIFEST
-from perilune.errors import RequestError, invalid_value
+from perilune.errors import RequestError
 from perilune.files import read_json
+from perilune.frozen import invalid_value
 
 
 def inspect(bundle: Path) -> dict[str, Any]:

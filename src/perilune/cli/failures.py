@@ -11,7 +11,7 @@ from pathlib import Path
 
 from perilune.cli.commands import use_program_command
 from perilune.cli.output import format_for_terminal
-from perilune.errors import PeriluneError, RequestError, UserInterruptError, WorkFailedError, invalid_value
+from perilune.errors import PeriluneError, RequestError, UserInterruptError, WorkFailedError
 from perilune.redaction import redact_text
 
 STORAGE_ERRNOS = (
@@ -87,6 +87,8 @@ def _storage_error(error: OSError) -> PeriluneError:
 def _validation_error(error: BaseException) -> BaseException:
     """Return a validation error of pydantic as a `RequestError` that names the model and the key."""
     from pydantic import ValidationError
+
+    from perilune.frozen import invalid_value
 
     if not isinstance(error, ValidationError):
         return error

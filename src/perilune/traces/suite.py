@@ -17,9 +17,9 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
-from perilune.errors import RequestError, invalid_value
+from perilune.errors import RequestError
 from perilune.files import read_json, read_regular, sha256_bytes, sha256_file, write_atomic, write_json
-from perilune.frozen import Frozen
+from perilune.frozen import Frozen, invalid_value
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.traces.cassette import Cassette
 from perilune.traces.oracle import Expectation, make_expectation

@@ -18,7 +18,8 @@ from perilune.cli.agents.actions import Actor
 from perilune.cli.agents.output import mark_untrusted, render
 from perilune.cli.agents.reading import Reader
 from perilune.cli.arguments import try_refresh
-from perilune.errors import PeriluneError, invalid_value
+from perilune.errors import PeriluneError
+from perilune.frozen import invalid_value
 from perilune.redaction import redact_text
 from perilune.terminal import escape_control
 

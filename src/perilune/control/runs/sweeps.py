@@ -28,9 +28,9 @@ from perilune.control.runs.progress import StageStarted
 from perilune.control.runs.reconcile import PASS_TIMEOUT_S
 from perilune.control.runs.requests import cancel_run, request_experiment_cancel
 from perilune.control.runs.templates import Template
-from perilune.errors import PeriluneError, RequestError, invalid_value
+from perilune.errors import PeriluneError, RequestError
 from perilune.files import canonical_json, locked, read_json, sha256_bytes, write_json
-from perilune.frozen import Frozen
+from perilune.frozen import Frozen, invalid_value
 from perilune.recipe.axes import Settings
 from perilune.recipe.schema import NAME_PATTERN, Recipe
 

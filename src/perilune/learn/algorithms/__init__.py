@@ -7,8 +7,9 @@ from typing import Annotated, Any, get_args
 
 from pydantic import Field, ValidationError
 
-from perilune.errors import RequestError, did_you_mean, invalid_value
+from perilune.errors import RequestError, did_you_mean
 from perilune.extensions import CodeReference
+from perilune.frozen import invalid_value
 from perilune.learn.algorithms.base import Algorithm, StepContext
 from perilune.learn.algorithms.dgpo import DGPO
 from perilune.learn.algorithms.extension import OrExtension

@@ -9,8 +9,9 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
-from perilune.errors import RequestError, invalid_value
+from perilune.errors import RequestError
 from perilune.extensions import ALGORITHM_GROUP, CODE_SCHEMA, is_file_reference, load_extension
+from perilune.frozen import invalid_value
 from perilune.learn.algorithms.base import Algorithm
 
 _LOADED: dict[type[Algorithm], tuple[str, str | None]] = {}  # name and source text of each loaded class
