@@ -28,7 +28,7 @@ from perilune.engine.native_runner import NativeRunner
 from perilune.engine.request import Completion, Prompt, SamplingParams
 from perilune.environments.core.protocol import Environment, Score, Task, Transcript
 from perilune.environments.core.registry import make_environment
-from perilune.metrics.bootstrap import paired_difference
+from perilune.metrics.proportion import pass_rate_change
 from perilune.models.attention import PackedAttention
 from perilune.models.checkpoints.loading import load_checkpoint
 from perilune.models.decoder import Decoder
@@ -84,7 +84,7 @@ def measure(seed: int, overrides: Sequence[str]) -> list[dict[str, Any]]:
     for kind in KINDS:
         narrow = distributions(decoder.frozen_copy(kind), prompts, groups["float32"])
         passed = {"pass@1": mean(rates[kind]), "pass@1 of float32": mean(rates["float32"])}
-        difference = paired_difference(rates["float32"], rates[kind], seed=seed)._asdict()
+        difference = pass_rate_change(rates["float32"], rates[kind], seed=seed)._asdict()
         rows.append(
             {
                 "seed": seed,

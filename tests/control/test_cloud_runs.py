@@ -12,6 +12,7 @@ from cloud_cases import end, hurry, rented, tend_until
 from drill_cases import (
     PATIENCE,
     Command,
+    attempts,
     begin,
     drill_plan,
     only_run,
@@ -20,7 +21,6 @@ from drill_cases import (
 )
 from hosts_cases import interpreter
 from sky_cases import LEASE, SPOT, FakeSky, stale
-from sqlalchemy import select
 from sshd_cases import Sshd, make_key, sshd
 
 from perilune.bundle.verify import verify
@@ -28,7 +28,6 @@ from perilune.control.machines import sweep
 from perilune.control.machines.lifecycle import Fleet
 from perilune.control.machines.panic import panic
 from perilune.control.queries.lookup import events_after
-from perilune.control.record.store import Attempt
 from perilune.control.record.transitions import MachineState
 from perilune.control.runs.experiments import Control, StagePlan, advance
 from perilune.control.runs.planner import Retry
@@ -78,11 +77,6 @@ def template(tmp_path: Path) -> Template:
 
 def go(control: Control, template: Template, plan: StagePlan) -> Iterator[StageEvent]:
     return advance(control, begin(control, [plan]), [plan], template=template, poll=0.05)
-
-
-def attempts(control: Control) -> list[Attempt]:
-    with control.store.snapshot() as session:
-        return list(session.scalars(select(Attempt).order_by(Attempt.number)))
 
 
 def until(control: Control, happened: Callable[[], bool]) -> None:

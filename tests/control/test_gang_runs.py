@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 from cloud_cases import SMALL, an_attempt, bill, end, rented_template, tend_until
-from drill_cases import PATIENCE, begin, drill_job, only_run, wait_for_second_checkpoint
+from drill_cases import PATIENCE, attempts, begin, drill_job, only_run, wait_for_second_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy import select
 
 from perilune.bundle.job import Job
 from perilune.bundle.verify import verify
@@ -86,15 +85,11 @@ class Drill:
     def until(self, state: str, number: int = 1) -> Attempt:
         """Reconcile until an attempt is in a state."""
         deadline = time.monotonic() + PATIENCE
-        while len(found := self.attempts()) < number or found[number - 1].state != state:
+        while len(found := attempts(self.control)) < number or found[number - 1].state != state:
             assert time.monotonic() < deadline, [(row.number, row.state, row.message) for row in found]
             self.control.reconciler.reconcile_all()
             time.sleep(0.05)
         return found[number - 1]
-
-    def attempts(self) -> list[Attempt]:
-        with self.control.store.snapshot() as session:
-            return list(session.scalars(select(Attempt).order_by(Attempt.number)))
 
     def finish(self) -> StageFinished:
         last = list(self.events)[-1]
@@ -108,7 +103,7 @@ class Drill:
             self.control.reconciler.reconcile_all(act=False)
             time.sleep(0.05)
         assert not bill(cloud)["alive"]
-        assert all(attempt.cleanup == "done" for attempt in self.attempts())
+        assert all(attempt.cleanup == "done" for attempt in attempts(self.control))
 
 
 def test_two_machines_start_connect_and_finish_together(
@@ -151,7 +146,7 @@ def test_attempt_gets_all_machines_or_none(
     )
     drill.until("failed")
     drill.finish()
-    assert [attempt.state for attempt in drill.attempts()] == ["failed", "succeeded"]
+    assert [attempt.state for attempt in attempts(drill.control)] == ["failed", "succeeded"]
     drill.all_gone(cloud)
 
 
@@ -173,7 +168,7 @@ def test_failure_of_one_machine_ends_attempt_and_next_attempt_resumes(
         assert claim is not None
         os.kill(claim.pid, signal.SIGKILL)
     assert drill.finish().summary["began_at"] == 2
-    ended, second = drill.attempts()
+    ended, second = attempts(drill.control)
     assert second.state == "succeeded"
     causes = {"task": "killed", "worker": "runner_died", "machine": "machine_lost"}
     assert ended.cause == causes[whom]

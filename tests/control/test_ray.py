@@ -21,6 +21,7 @@ import yaml
 from cloud_cases import LEASE, hurry
 from drill_cases import (
     Command,
+    attempts,
     begin,
     drill_bundle,
     drill_job,
@@ -33,13 +34,11 @@ from drill_cases import (
 from hosts_cases import interpreter
 from placement_conformance import PlacementConformance, assigned, home_has, look, stage, until, working
 from ray_cases import HEAD, SECOND, LocalRay, local_ray
-from sqlalchemy import select
 from task_cases import make_bundle, make_job, run_task
 
 from perilune.bundle.compare import compare_artifacts
 from perilune.bundle.verify import verify
 from perilune.control.machines.providers import Providers
-from perilune.control.record.store import Attempt
 from perilune.control.runs.experiments import Control, StagePlan, advance
 from perilune.control.runs.planner import Retry
 from perilune.control.runs.progress import StageFinished
@@ -352,10 +351,6 @@ def test_run_resumes_from_fetched_checkpoint_after_head_restart(
     wait_for_second_checkpoint(control)
     run = only_run(control)
 
-    def attempts() -> list[Attempt]:
-        with control.store.snapshot() as session:
-            return list(session.scalars(select(Attempt).order_by(Attempt.number)))
-
     first = Assignment(run.id, 1, control.directory(run))
     assert working(first)
     code, out, _ = perilune("machines", "list", "--json")
@@ -364,15 +359,18 @@ def test_run_resumes_from_fetched_checkpoint_after_head_restart(
     for node in (HEAD, SECOND):
         ray.kill(node)
     wait_for(
-        lambda: control.reconciler.reconcile_all() or attempts()[0].reachability == "unreachable",
+        lambda: control.reconciler.reconcile_all() or attempts(control)[0].reachability == "unreachable",
         "the unreachable attempt",
     )
-    assert [attempt.state for attempt in attempts()] == ["running"]  # its state is unknown
+    assert [attempt.state for attempt in attempts(control)] == ["running"]  # its state is unknown
     ray.start_head()
     last = list(events)[-1]
     assert isinstance(last, StageFinished) and last.summary["began_at"] == 2
     assert not working(first)  # it ended without a stop request
-    assert [(row.state, row.cause) for row in attempts()] == [("lost", "machine_lost"), ("succeeded", "")]
+    assert [(row.state, row.cause) for row in attempts(control)] == [
+        ("lost", "machine_lost"),
+        ("succeeded", ""),
+    ]
     assert verify(control.directory(run), run.bundle_digest) == []
     until(lambda: not rented_after_pass(control), "the end of every machine")
     assert all(machine.status is MachineStatus.ENDED for machine in ray.provider().list("perilune"))

@@ -11,6 +11,7 @@ import pytest
 from cloud_cases import LEASE, all_gone, bill, rented_template
 from drill_cases import (
     PATIENCE,
+    attempts,
     begin,
     drill_control,
     drill_plan,
@@ -59,11 +60,6 @@ def run_in_state(control: Control, state: str) -> str:
         control.reconciler.reconcile_all()
         time.sleep(0.05)
     return rows[0].run_id
-
-
-def attempts(control: Control) -> list[Attempt]:
-    with control.store.snapshot() as session:
-        return list(session.scalars(select(Attempt).order_by(Attempt.number)))
 
 
 def ends(control: Control) -> list[tuple[str, str]]:

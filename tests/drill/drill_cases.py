@@ -13,7 +13,7 @@ from sqlalchemy import select
 from perilune.bundle.freeze import freeze
 from perilune.bundle.job import Job, Resources
 from perilune.control.record.home import Home
-from perilune.control.record.store import Run
+from perilune.control.record.store import Attempt, Run
 from perilune.control.runs.experiments import Control, StagePlan, advance, register_experiment
 from perilune.control.runs.planner import RetryPolicy
 from perilune.control.runs.progress import StageEvent, StageProgress
@@ -98,6 +98,11 @@ def has_event(bundle: Path, kind: str) -> bool:
 def only_run(control: Control) -> Run:
     with control.store.snapshot() as session:
         return session.scalars(select(Run)).one()
+
+
+def attempts(control: Control) -> list[Attempt]:
+    with control.store.snapshot() as session:
+        return list(session.scalars(select(Attempt).order_by(Attempt.number)))
 
 
 def start(control: Control, plan: StagePlan) -> tuple[Iterator[StageEvent], Path]:

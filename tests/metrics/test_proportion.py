@@ -28,6 +28,7 @@ def test_equal_pass_rates_use_wilson() -> None:
     assert pass_rate_interval([1.0] * 29) == wilson_interval(29, 29)
     assert pass_rate_interval([0.5] * 10) == wilson_interval(5, 10)
     assert pass_rate_interval([0.375]) == wilson_interval(0.375, 1)  # one problem says little
+    assert pass_rate_interval([-1.0, -1.0]) == (-1.0, -1.0, -1.0)  # equal rewards that are no pass rates
     mixed = [0.0, 0.25, 1.0, 0.5] * 5
     assert pass_rate_interval(mixed, seed=3) == bootstrap_problems(mixed, seed=3)
 

@@ -183,6 +183,11 @@ def test_server_refuses_hostile_adapters(http: httpx.Client, name: str, path: st
     assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["base"]
 
 
+def test_unknown_arguments_of_control_routes_are_named(http: httpx.Client) -> None:
+    error = load(http, "x", "poet", zz=1).json()["error"]
+    assert (error["message"], error["param"]) == ("unrecognized argument: zz", "zz")
+
+
 def test_adapter_load_ignores_symlink_created_after_the_check(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,10 @@ class Interval(NamedTuple):
         """Return "mean (low to high)", each number in the format `form`."""
         return f"{self.mean:{form}} ({self.low:{form}} to {self.high:{form}})"
 
+    def figures(self, name: str) -> dict[str, float]:
+        """Return the figures `name`, `name`/low and `name`/high of a line of metrics.jsonl."""
+        return {name: self.mean, f"{name}/low": self.low, f"{name}/high": self.high}
+
 
 def bootstrap_problems(
     values: Sequence[float] | NDArray[np.float64], *, seed: int = 0, resamples: int = RESAMPLES

@@ -33,12 +33,13 @@ def pass_rate_interval(values: Sequence[float], *, seed: int = 0) -> Interval:
     """Return the mean of pass rates, one per problem, with the percentile interval over resampled problems.
 
     If all are equal, resampling shows no spread, and the interval is Wilson's with one trial per problem.
+    Equal rewards outside [0, 1] are no pass rates, and keep the interval without spread.
 
     Raises:
         RequestError: as `bootstrap_problems`.
     """
     interval = bootstrap_problems(values, seed=seed)
-    return wilson_interval(sum(values), len(values)) if min(values) == max(values) else interval
+    return wilson_interval(sum(values), len(values)) if 0 <= min(values) == max(values) <= 1 else interval
 
 
 def pass_rate_change(before: Mapping[str, float], after: Mapping[str, float], *, seed: int = 0) -> Interval:

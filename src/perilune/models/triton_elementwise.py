@@ -36,11 +36,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     scale = x.new_empty(out.numel() // x.shape[-1], dtype=torch.float32)
-    rows = _rows(x)
+    rows, per_head = _rows(x), weight.dim() > 1
     _rms_norm[(triton.cdiv(len(scale), rows["ROWS"]),)](
-        x, weight.contiguous(), out, scale, len(scale), *_strides(x), eps,
-        PER_HEAD=weight.dim() > 1, **rows, num_warps=_warps(rows),
-    )  # fmt: skip
+        x, weight.contiguous(), out, scale, len(scale), *_strides(x), eps, PER_HEAD=per_head, **rows
+    )
     return out, scale
 
 
@@ -53,10 +52,10 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) ->
     chunk = triton.cdiv(chunk, rows["ROWS"]) * rows["ROWS"]
     chunks = triton.cdiv(count, chunk)
     partial = x.new_empty(chunks, *weight.shape, dtype=torch.float32)
+    grad, weight = grad.contiguous(), weight.contiguous()
     _rms_norm_backward[(groups, chunks)](
-        grad.contiguous(), x, weight.contiguous(), scale, grad_x, partial, count, chunk, *_strides(x),
-        GROUPS=groups, **rows, num_warps=_warps(rows),
-    )  # fmt: skip
+        grad, x, weight, scale, grad_x, partial, count, chunk, *_strides(x), GROUPS=groups, **rows
+    )
     return grad_x, partial.sum(0)
 
 
@@ -75,32 +74,35 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     width = triton.next_power_of_2(half)
     heads_per_program = min(triton.next_power_of_2(heads), max(1, _TILE // width))
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    layout = {"HEADS": heads, "SIZE": size, "HALF": half, "WIDTH": width, "AT_ONCE": heads_per_program}
     _rotate[(tokens, triton.cdiv(heads, heads_per_program))](
-        x, cos, sin, out, *_strides(x), cos.stride(0), float(direction),
-        HEADS=heads, SIZE=size, HALF=half, WIDTH=width, AT_ONCE=heads_per_program, num_warps=4,
-    )  # fmt: skip
+        x, cos, sin, out, *_strides(x), cos.stride(0), float(direction), **layout, num_warps=4
+    )
     return out
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """Compute activation(gate) * up of float[N, D]; the last axes are contiguous."""
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    rows, size = gate.shape
-    _gated[(rows, triton.cdiv(size, _TILE // 2))](
-        gate, up, out, gate.stride(0), up.stride(0), SIZE=size, KIND=ACTIVATIONS[activation], TILE=_TILE // 2,
-    )  # fmt: skip
+    grid, layout = _gated_layout(gate, activation)
+    _gated[grid](gate, up, out, gate.stride(0), up.stride(0), **layout)
     return out
 
 
 def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
     """Return the gradients of `gate` and `up`, contiguous."""
     grad_gate, grad_up = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (gate, up))
-    rows, size = gate.shape
-    _gated_backward[(rows, triton.cdiv(size, _TILE // 2))](
-        grad.contiguous(), gate, up, grad_gate, grad_up, gate.stride(0), up.stride(0),
-        SIZE=size, KIND=ACTIVATIONS[activation], TILE=_TILE // 2,
-    )  # fmt: skip
+    grid, layout = _gated_layout(gate, activation)
+    _gated_backward[grid](
+        grad.contiguous(), gate, up, grad_gate, grad_up, gate.stride(0), up.stride(0), **layout
+    )
     return grad_gate, grad_up
+
+
+def _gated_layout(x: Tensor, activation: Activation) -> tuple[tuple[int, int], dict[str, int]]:
+    """Return the grid of programs that compute parts of rows, and their constants."""
+    (rows, size), tile = x.shape, _TILE // 2
+    return (rows, triton.cdiv(size, tile)), {"SIZE": size, "KIND": ACTIVATIONS[activation], "TILE": tile}
 
 
 def _strides(x: Tensor) -> tuple[int, int]:
@@ -111,12 +113,9 @@ def _strides(x: Tensor) -> tuple[int, int]:
 def _rows(x: Tensor) -> dict[str, int]:
     """Return the layout of a program that computes whole rows."""
     width = triton.next_power_of_2(x.shape[-1])
-    heads = x.shape[1] if x.dim() > 2 else 1
-    return {"HEADS": heads, "SIZE": x.shape[-1], "WIDTH": width, "ROWS": max(1, _TILE // width)}
-
-
-def _warps(rows: dict[str, int]) -> int:
-    return min(16, max(4, rows["WIDTH"] * rows["ROWS"] // 1024))
+    heads, rows = x.shape[1] if x.dim() > 2 else 1, max(1, _TILE // width)
+    layout = {"HEADS": heads, "SIZE": x.shape[-1], "WIDTH": width, "ROWS": rows}
+    return layout | {"num_warps": min(16, max(4, width * rows // 1024))}
 
 
 @triton.jit(do_not_specialize=_VARYING)

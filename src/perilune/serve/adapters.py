@@ -19,7 +19,7 @@ from starlette.responses import PlainTextResponse
 from perilune.engine.engine import Engine
 from perilune.files import open_inside
 from perilune.models.adapters.files import Adapter
-from perilune.serve.bodies import StrictBody, read_body
+from perilune.serve.bodies import Body, read_body
 from perilune.serve.engine_thread import EngineThread
 from perilune.serve.errors import ApiError, shorten
 
@@ -30,13 +30,13 @@ _MAX_JSON_BYTES = 1 << 20  # of its other files; the JSON parser blocks all othe
 _Name = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[\w./:@+-]+$")]
 
 
-class _LoadBody(StrictBody):
+class _LoadBody(Body):
     lora_name: _Name
     lora_path: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
     load_inplace: bool = False
 
 
-class _UnloadBody(StrictBody):
+class _UnloadBody(Body):
     lora_name: _Name
     lora_int_id: int | None = None  # vLLM ignores it too
 

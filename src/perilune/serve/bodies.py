@@ -147,14 +147,8 @@ def _check_count(data: bytes) -> None:
     raise ApiError(400, "the body has too many values", code="too_many_values")
 
 
-class StrictBody(BaseModel):
-    """A JSON object of routes outside OpenAI's API. Unknown keys and values of other types are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
 class Body(BaseModel):
-    """A JSON object of OpenAI's API. Unknown keys and values of other types are refused, as OpenAI does."""
+    """A JSON object of a request. Unknown keys and values of other types are refused, as OpenAI does."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 

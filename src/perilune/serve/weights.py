@@ -24,7 +24,7 @@ from torch import Tensor
 from perilune.engine.engine import Engine
 from perilune.files import sha256_file
 from perilune.models.checkpoints.stored import StoredDecoder
-from perilune.serve.bodies import StrictBody, read_body
+from perilune.serve.bodies import Body, read_body
 from perilune.serve.engine_thread import EngineThread
 from perilune.serve.errors import ApiError
 from perilune.weights.checkpoint import load_tensors
@@ -36,16 +36,16 @@ _RANGE = re.compile(r"bytes ([0-9]{1,15})-([0-9]{1,15})/([0-9]{1,15})")
 _UPDATE_OVERHEAD_BYTES = 1 << 24  # bytes of an update's header, and of positions beyond the values
 
 
-class _UseBody(StrictBody):
+class _UseBody(Body):
     file: str = Field(pattern=f"^{_DIGEST.pattern}$")
 
 
-class _Reload(StrictBody):
+class _Reload(Body):
     weights_path: str = Field(min_length=1, max_length=4096)
     is_checkpoint_format: Literal[True] = True
 
 
-class _RpcBody(StrictBody):
+class _RpcBody(Body):
     method: Literal["reload_weights"]
     kwargs: _Reload
     args: tuple[()] = ()

@@ -47,10 +47,9 @@ def run(workspace: Workspace, spec: DistillSpec) -> dict[str, Any]:
         _require_same_tokens(student, teacher)
         plan = spec.memory_plan(teacher.decoder.config, device.type)
         memory = require_memory(plan, workspace.job.resources)
-        source = _Source(workspace, spec, player)
         learner = Learner(student.decoder, spec, ranks=player.rollouts.ranks)
         loop = TrainingLoop(workspace, learner, spec, student, rollouts=player.rollouts)
-        source.start(loop.completed_steps, Publisher(player.engine, learner))
+        source = _Source(workspace, spec, player, Publisher(player.engine, learner), loop.completed_steps)
         loss = Distillation(spec.loss, spec.k, spec.beta, spec.coefficient, spec.temperature)
 
         def step(done: int, watch: Stopwatch) -> StepReport:
@@ -79,23 +78,19 @@ def run(workspace: Workspace, spec: DistillSpec) -> dict[str, Any]:
 
 
 class _Source:
-    """The episodes of each step: the student's own answers, or in off-policy steps the stage's traces.
+    """The episodes of each step: the student's own answers, or in off-policy steps the stage's traces."""
 
-    `start` must be called before `batch`.
-    """
-
-    def __init__(self, workspace: Workspace, spec: DistillSpec, player: Player) -> None:
-        self._workspace, self._spec, self._player = workspace, spec, player
+    def __init__(
+        self, workspace: Workspace, spec: DistillSpec, player: Player, publisher: Publisher, done: int
+    ) -> None:
+        self._workspace, self._spec, self._player, self._publisher = workspace, spec, player, publisher
         seed, policy = workspace.job.seed, player.policy
         self._data = None
         if workspace.has_input("data"):
             reader = RowReader(policy.tokenizer, policy.decoder.config.max_position_embeddings)
             self._data = Demonstrations([workspace.input("data")], reader, seed, with_messages=True)
         self._on_policy = np.random.default_rng([seed, SCHEDULE]).random(spec.steps) < spec.on_policy
-
-    def start(self, done: int, publisher: Publisher) -> None:
-        self._publisher = publisher
-        self._tasks = self._player.training_tasks(skip=int(self._on_policy[:done].sum()) * self._spec.prompts)
+        self._tasks = player.training_tasks(skip=int(self._on_policy[:done].sum()) * spec.prompts)
 
     def batch(self, done: int, watch: Stopwatch) -> tuple[list[Episode], list[float] | None, dict[str, Any]]:
         """Return the episodes of a step, their advantages if `task_reward` is set, and their metrics."""

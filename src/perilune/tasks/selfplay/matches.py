@@ -109,10 +109,10 @@ class Standings:
         for name, match in returns.items():
             values = list(match.values())
             self.largest_return(values)
-            figures |= _interval_figures(f"against/{name}", bootstrap_problems(values, seed=self.seed))
+            figures |= bootstrap_problems(values, seed=self.seed).figures(f"against/{name}")
             self.record.setdefault("matches", []).append([f"step {step}", name, values])
         if rating := self.ratings().get(f"step {step}"):
-            figures |= _interval_figures("elo", rating)
+            figures |= rating.figures("elo")
         self.record.setdefault("judgements", []).append({"step": step, **figures})
         self.record.setdefault("returns", {})[str(step)] = {name: dict(row) for name, row in returns.items()}
         return figures
@@ -177,10 +177,6 @@ class Standings:
             if both and paired_difference(before, after, seed=self.seed).high < 0:
                 worse.append(name)
         return worse
-
-
-def _interval_figures(name: str, interval: Interval) -> dict[str, float]:
-    return {name: interval.mean, f"{name}/low": interval.low, f"{name}/high": interval.high}
 
 
 def _match_summary(first: str, second: str, returns: Sequence[float]) -> dict[str, Any]:

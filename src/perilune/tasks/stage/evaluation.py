@@ -109,9 +109,8 @@ class HeldOutEvaluation:
         figures = self._with_intervals(task_set.name, values)
         for part, entry in summary.get("by_environment", {}).items():
             if "pass@1" in entry:  # missing for a part without a scored answer
-                figures |= _interval_metrics(
-                    f"{task_set.name}/environment/{part}/pass@1", Interval(**entry["pass@1"])
-                )
+                name = f"{EVAL_PREFIX}{task_set.name}/environment/{part}/pass@1"
+                figures |= Interval(**entry["pass@1"]).figures(name)
         return figures | {f"{EVAL_PREFIX}{task_set.name}/{name}": value for name, value in extra.items()}
 
     def _with_intervals(self, name: str, values: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -119,7 +118,7 @@ class HeldOutEvaluation:
         for figure, by_example in values.items():
             mean = pass_rate_interval if figure in ("pass@1", "accuracy") else bootstrap_problems
             interval = mean(list(by_example.values()), seed=self._workspace.job.seed)
-            figures |= _interval_metrics(f"{name}/{figure}", interval)
+            figures |= interval.figures(f"{EVAL_PREFIX}{name}/{figure}")
         return figures
 
 
@@ -286,11 +285,6 @@ class EvaluationHistory:
                 row[name] = _interval_json(values.get(step))
             curve.append(row)
         return curve
-
-
-def _interval_metrics(figure: str, interval: Interval) -> dict[str, float]:
-    key = f"{EVAL_PREFIX}{figure}"
-    return {key: interval.mean, f"{key}/low": interval.low, f"{key}/high": interval.high}
 
 
 def _interval_json(interval: Interval | None) -> dict[str, float] | None:
