@@ -44,6 +44,13 @@ class Broken(SingleTurn):
     def score(self, task, transcript):
         return task.data["missing"]
 """
+SWARM = """\
+name: swarm
+model: {preset: tiny}
+environment: {id: wide_lookup, keys: [4]}
+stages:
+  - {name: rl, task: rl, checkpoint: model, steps: 5, auxiliary_rewards: {weights: {finish: 1.0, nope: 1.0}}}
+"""
 PENS = "{id: jsonl, path: pens.jsonl, match: number}"
 
 
@@ -165,6 +172,13 @@ def test_plan_warns_of_unknown_auxiliary_terms(tmp_path: Path) -> None:
     stages = derive_plans(load_recipe(tmp_path / "pens.yaml", changes), check=True)
     (text,) = (v for stage in stages for name, v in stage["derived"].items() if "warning" in name)
     assert "auxiliary_rewards.weights.nope: no episode has the reward term 'nope'; one of: format" in text
+
+
+def test_plan_warns_of_unknown_auxiliary_terms_of_several_turns(tmp_path: Path) -> None:
+    (tmp_path / "swarm.yaml").write_text(SWARM)
+    (stage,) = derive_plans(load_recipe(tmp_path / "swarm.yaml"), check=True)
+    (text,) = (v for name, v in stage["derived"].items() if "warning" in name)
+    assert "no episode has the reward term 'nope'; one of: finish, parallel, performance" in text
 
 
 def test_plan_warns_of_repeated_ids_and_long_prompts(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ class Echo(MultiTurn):
     def __init__(self, section):
         self.players = section.get("players", 1)
         self.confined = section.get("confined", True)
+        self._log = section.get("log", os.devnull)  # file in which to record what is closed
 
     def tasks(self, split, seed):
         for number in range(1000):
@@ -24,11 +25,22 @@ class Echo(MultiTurn):
 
     def play(self, task, chance):
         turns = 0
-        action = yield ask(f"luck {chance.integer(10**6, 'luck')}")
-        while action != "end":
-            turns += 1
-            action = yield self._do(action, turns)
-        yield end_episode(*[1.0] * self.players, terms={"turns": turns})
+        try:
+            action = yield ask(f"luck {chance.integer(10**6, 'luck')}")
+            while action != "end":
+                turns += 1
+                action = yield self._do(action, turns)
+            yield end_episode(*[1.0] * self.players, terms={"turns": turns})
+        finally:
+            self._record(f"session {task.task_id}")
+
+    def close(self):
+        self._record("environment")
+
+    def _record(self, closed):
+        if not self.confined:
+            with Path(self._log).open("a") as log:
+                log.write(f"{closed}\n")
 
     def _do(self, action, turns):
         match action:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import pytest
 from hostile_sessions import Echo
@@ -12,6 +13,7 @@ from perilune.verifiers.sessions import Sessions
 
 SPEC = {"id": "factory", "factory": "hostile_sessions:Echo"}
 ECHO = Echo({})
+DESCRIPTORS = Path("/proc/self/fd")
 
 
 def result_of(live):
@@ -87,6 +89,17 @@ def test_misbehaving_session_does_not_affect_other_sessions(scorer, action, boun
     assert lives[0].result.messages[0]["content"] == "3 after c"
     assert result_of(lives[2]) == Observation(rewards=(1.0,), terms={"turns": 2.0}, done=True)
     sessions.close(lives)
+
+
+def test_scorer_closes_sessions_and_environment(tmp_path):
+    log, before = tmp_path / "log", len([*DESCRIPTORS.iterdir()])
+    section = SPEC | {"confined": False, "log": str(log)}
+    with Scorer(section) as scorer:
+        sessions = Sessions(scorer.processes, Echo(section))
+        sessions.close(sessions.open([(TASKS[0], 0), (TASKS[1], 0)])[:1])
+        assert log.read_text() == "session train0\n"
+    assert log.read_text() == "session train0\nsession train1\nenvironment\n"
+    assert len([*DESCRIPTORS.iterdir()]) == before
 
 
 def test_printed_output_does_not_affect_session(scorer):

@@ -6,6 +6,7 @@ that an answer makes to a worker ends with that worker.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from perilune.sandbox.channel import BrokenChannelError, Channel, ProcessSocket
 from perilune.verifiers.confinement import ScorerLimits
 
 PROCESS_NAME = "the scorer's process"
-_END_TIMEOUT_S = 10.0  # time for the kernel to end a killed process
+_END_TIMEOUT_S = 10.0  # time for an environment to close, and for the kernel to end a killed process
 _LOG = logging.getLogger(__name__)
 
 
@@ -97,6 +98,12 @@ class Worker(ProcessSocket):
         super().__init__(PROCESS_NAME, answer_bytes)
         self.process_id = 0
         self._server = server
+
+    def close_environment(self) -> None:
+        """Close the worker's sessions and environment, unless this takes too long."""
+        with contextlib.suppress(BrokenChannelError):
+            self.send({"items": None})
+            self.receive(_END_TIMEOUT_S)
 
     def close(self) -> None:
         try:

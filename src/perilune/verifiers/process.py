@@ -118,7 +118,10 @@ class EnvironmentProcess:
             self.generation += 1
 
     def close(self) -> None:
-        """End the process. The next call starts a new one."""
+        """Close the sessions and the environment, and end the process. The next call starts a new one."""
+        if self._session_worker is not None:
+            self._session_worker.close_environment()
+            self._session_worker.close()
         if self._server is not None:
             self._server.close()
         self._server = self._session_worker = None
@@ -140,7 +143,9 @@ class EnvironmentProcess:
             is_kept: whether to use the worker of sessions, and keep it after the calls.
         """
         results: list[Any] = []
-        worker = self._session_worker if is_kept else None
+        worker: Worker | None = None
+        if is_kept:
+            worker, self._session_worker = self._session_worker, None
         try:
             while len(results) < len(calls):
                 if time.monotonic() >= deadline:

@@ -4,7 +4,8 @@ The server reads commands from the socket at standard input: first {"spec", "lim
 or {"refused"}; then {"fork"}, with descriptors for the worker's socket and standard error, answered by
 {"process"}; and {"end": process}, answered by {"status"}. A worker sends {"ready"} on its socket. Then it
 answers each {"items": [..]} with one line per item, in order, as soon as each is done. An item is a
-transcript to score or a step of a session. All messages are JSON Lines.
+transcript to score or a step of a session. {"items": null} closes the sessions and the environment, which {}
+answers. All messages are JSON Lines.
 """
 
 import contextlib
@@ -114,6 +115,10 @@ def _run_worker(
         map_items = ThreadPoolExecutor(threads).map if threads > 1 else map
         for line in os.fdopen(os.dup(answers), "rb"):
             items = json.loads(line)["items"]
+            if items is None:
+                host.close()
+                _write_answer(stream, {})
+                break
             for index, (item, result) in enumerate(zip(items, map_items(answer, items), strict=True)):
                 _write_answer(stream, {"item": index, TEXT_CHECKSUM_KEY: _compute_checksum(item)} | result)
     finally:
@@ -143,6 +148,13 @@ class SessionHost:
             return {"failure": [error.failure.boundary, error.failure.reason[:_MAX_REASON_CHARS]]}
         except BaseException as error:  # a session's SystemExit or MemoryError must not end the process
             return {"failure": ["environment", f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]]}
+
+    def close(self) -> None:
+        """Close all sessions, then the environment."""
+        resources: list[Session | Environment] = [*self._sessions.values(), self._environment]
+        for resource in resources:
+            with contextlib.suppress(BaseException):
+                resource.close()
 
     def _begin(self, number: int, item: Mapping[str, Any]) -> Observation:
         self._close(number)

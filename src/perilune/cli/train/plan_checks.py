@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from perilune.bundle.plugin import load_plugin
 from perilune.bundle.remote.runner import OPTIMIZER
 from perilune.cli.arguments import MAX_COUNTED_TASKS
-from perilune.environments.core.protocol import Failure, Transcript
+from perilune.environments.core.protocol import Failure, Observation, Transcript
 from perilune.environments.core.registry import REWARDS, make_environment, part_sections
 from perilune.environments.core.rewards import VERIFIER_TERM
 from perilune.errors import RequestError
@@ -183,21 +183,24 @@ def _require_terms(job: Job) -> None:
 
 
 def _auxiliary_warnings(job: Job) -> Iterator[str]:
-    """Score an empty answer: the run stops at its first step if no answer has a term of auxiliary_rewards."""
+    """Play empty answers: the run stops at its first step if no episode has a term of auxiliary_rewards."""
     from perilune.tasks.rl.auxiliary_rewards import AuxiliaryRewards
     from perilune.verifiers import Scorer
+    from perilune.verifiers.sessions import Sessions
 
     section = job.spec.get("auxiliary_rewards")
-    if section is None or job.spec.get("reward_model"):  # whose scores are terms, too
-        return
-    environment = make_environment(job.environment)
-    if getattr(environment, "max_turns", 1) > 1 or part_sections(job.environment):
-        return
+    if section is None or job.spec.get("reward_model") or part_sections(job.environment):
+        return  # the scores of a reward model are terms, too
+    environment, terms = make_environment(job.environment), set[str]()
     with Scorer(job.environment) as scorer:
-        (outcome,) = scorer.score([(next(environment.tasks("train", job.seed)), Transcript(""))])
-    if not isinstance(outcome, Failure):
+        sessions = Sessions(scorer.processes, environment)
+        (session,) = sessions.open([(next(environment.tasks("train", job.seed)), job.seed)])
+        while isinstance(result := session.result, Observation) and not result.done:
+            sessions.step([(session, [""] * len(result.due), True)])
+            terms |= getattr(session.result, "terms", {}).keys()
+    if isinstance(result, Observation) and not result.truncated:
         try:
-            AuxiliaryRewards.model_validate(section).require_terms(outcome.terms)
+            AuxiliaryRewards.model_validate(section).require_terms(terms)
         except RequestError as error:
             yield f"{error.where}: {error.what}; {error.remedy}"
 
