@@ -18,7 +18,7 @@ from perilune.bundle.verify import verify
 from perilune.errors import RequestError
 from perilune.execution.claim import CLAIM_VARIABLE, read_claim
 from perilune.execution.observation import Observation
-from perilune.execution.placements.protocol import Assignment, Placement
+from perilune.execution.placements.protocol import Assignment, Placement, StagingRequest
 from perilune.execution.processes import Presence, find_marked
 from perilune.files import read_json, read_json_lines
 
@@ -31,7 +31,7 @@ def stage(
     placement: Placement, attempt: Assignment, bundle: Path, previous: Assignment | None = None
 ) -> Assignment:
     order = {"run": attempt.run_id, "epoch": attempt.epoch, "bundle_digest": recorded_digest(bundle)}
-    placement.stage(attempt, bundle, order, previous, lambda: False)
+    placement.stage(attempt, StagingRequest(bundle, order, previous))
     return attempt
 
 

@@ -125,9 +125,9 @@ def test_training_times_are_fitted_to_recorded_stages(tmp_path: Path) -> None:
         folders.append(folder)
     fitted = fit_training(folders, seconds)
     for part in ("update", "recording", "scoring"):
-        assert getattr(fitted, part) == pytest.approx(getattr(TIMES, part), rel=1e-3, abs=1e-9)
-    assert fitted.start == pytest.approx(TIMES.start, rel=0.02)
-    assert fitted.checks == pytest.approx(TIMES.checks, rel=0.02)
+        assert fitted[part] == pytest.approx(getattr(TIMES, part), rel=1e-3, abs=1e-9)
+    assert fitted["start"] == pytest.approx(TIMES.start, rel=0.02)
+    assert fitted["checks"] == pytest.approx(TIMES.checks, rel=0.02)
 
 
 def sum_of(steps: list[dict[str, float]]) -> float:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean, median
@@ -111,19 +110,8 @@ def _is_plain(work: StepWork) -> bool:
     return not (work.prefill or work.begun or work.ended)
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingTimes:
-    """Times fitted to the stages of a calibration recipe. The fields are as in `MeasuredTimes`."""
-
-    update: tuple[float, float, float, float]
-    recording: tuple[float, float, float, float]
-    scoring: tuple[float, float, float]
-    start: float
-    checks: float
-
-
-def fit_training(folders: Sequence[Path], seconds: Sequence[float]) -> TrainingTimes:
-    """Fit the times of training steps to finished RL stages.
+def fit_training(folders: Sequence[Path], seconds: Sequence[float]) -> dict[str, Any]:
+    """Return fields of `MeasuredTimes`, fitted to the training steps of finished RL stages.
 
     At least one stage must have the checks of a long run, and at least one must not.
 
@@ -134,25 +122,22 @@ def fit_training(folders: Sequence[Path], seconds: Sequence[float]) -> TrainingT
     lines = [list(_read_steps(folder)) for folder in folders]
     warm = [line for stage in lines for line in stage[WARMUP_STEPS:]]
 
-    def coefficients(part: str, *names: str) -> list[float]:
+    def coefficients(part: str, *names: str) -> tuple[float, ...]:
         features = np.array([[1.0, *(line[name] for name in names)] for line in warm])
-        return list(map(float, fit_relative(features, np.array([line[part] for line in warm]))))
+        return tuple(map(float, fit_relative(features, np.array([line[part] for line in warm]))))
 
     starts: dict[bool, list[float]] = {True: [], False: []}  # by whether the stage had checks of a long run
     for stage, total in zip(lines, seconds, strict=True):
         typical = sum(median(line[part] for line in stage[WARMUP_STEPS:]) for part in STEP_PARTS)
         starts[len(stage) >= MIN_LONG_RUN_STEPS].append(total - len(stage) * typical)
     start, checked = median(starts[False]), median(starts[True])
-    learned = coefficients("learning", "tokens", "episodes", "pairs")
-    batch, answer, episode = coefficients("scoring", "answers", "episodes")
-    recorded = coefficients("other", "recorded", "answers", "episodes")
-    return TrainingTimes(
-        (learned[0], learned[1], learned[2], learned[3]),
-        (recorded[0], recorded[1], recorded[2], recorded[3]),
-        (batch, answer, episode),
-        start,
-        max(0.0, checked - start),
-    )
+    return {
+        "update": coefficients("learning", "tokens", "episodes", "pairs"),
+        "recording": coefficients("other", "recorded", "answers", "episodes"),
+        "scoring": coefficients("scoring", "answers", "episodes"),
+        "start": start,
+        "checks": max(0.0, checked - start),
+    }
 
 
 def _read_steps(folder: Path) -> Iterator[Mapping[str, Any]]:

@@ -199,7 +199,7 @@ def _measure_training(recipe: Recipe, shapes: Sequence[Shape]) -> dict[str, Any]
         for sums, actions in ((SUMS, ("0",)), (TURNS, ("0",) * 3))
     )
     answer = max(0.0, thrice - once) / 2
-    return asdict(fitted) | {"trial": (answer, max(0.0, once - answer))}
+    return fitted | {"trial": (answer, max(0.0, once - answer))}
 
 
 def describe(found: Calibrated) -> list[str]:

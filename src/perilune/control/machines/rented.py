@@ -5,8 +5,6 @@ what the loss of a machine means for an attempt.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -28,7 +26,7 @@ from perilune.errors import PeriluneError, RequestError
 from perilune.execution.hosts.protocol import Host, HostRefusedError, HostUnreachableError
 from perilune.execution.observation import Observation
 from perilune.execution.placements.gang import GangPlacement
-from perilune.execution.placements.protocol import Assignment, Capabilities, Placement
+from perilune.execution.placements.protocol import Assignment, Capabilities, Placement, StagingRequest
 from perilune.execution.providers.protocol import MachineKey
 from perilune.execution.ranks import Node
 from perilune.execution.verdict import Cause
@@ -64,15 +62,8 @@ class RentedPlacement:
         self.fleet, self.rental, self._build, self.launcher = fleet, rental, build, launcher
         self.name = f"{rental.provider}:{rental.kind}"
 
-    def stage(
-        self,
-        attempt: Assignment,
-        bundle: Path,
-        run_info: Mapping[str, Any],
-        previous: Assignment | None,
-        is_cancelled: Callable[[], bool],
-    ) -> str:
-        return self._ready_placement(attempt).stage(attempt, bundle, run_info, previous, is_cancelled)
+    def stage(self, attempt: Assignment, request: StagingRequest) -> str:
+        return self._ready_placement(attempt).stage(attempt, request)
 
     def start(self, attempt: Assignment) -> None:
         self._ready_placement(attempt).start(attempt)

@@ -49,7 +49,12 @@ from perilune.control.runs.reachability import note_reachability, unreachable_se
 from perilune.errors import PeriluneError, WorkFailedError
 from perilune.execution.background import in_background, wait_until
 from perilune.execution.observation import Observation
-from perilune.execution.placements.protocol import Assignment, Placement, StagingCancelledError
+from perilune.execution.placements.protocol import (
+    Assignment,
+    Placement,
+    StagingCancelledError,
+    StagingRequest,
+)
 from perilune.execution.verdict import Cause, describe_error, find_cause
 from perilune.files import locked
 
@@ -344,11 +349,11 @@ class Reconciler:
             "epoch": attempt.number,
             "bundle_digest": run.bundle_digest,
         }
-        bundle, previous = self.home.bundle(run.id), self._find_resume_attempt(run)
+        previous, is_cancelled = self._find_resume_attempt(run), partial(self._is_cancelled, run.id)
+        request = StagingRequest(self.home.bundle(run.id), run_info, previous, is_cancelled)
         try:
             placement, assigned = self.placements.get(attempt.run_id), make_assignment(self.home, attempt)
-            is_cancelled = partial(self._is_cancelled, run.id)
-            starts_over = placement.stage(assigned, bundle, run_info, previous, is_cancelled)
+            starts_over = placement.stage(assigned, request)
         except CONNECTION_ERRORS:
             raise
         except StagingCancelledError:

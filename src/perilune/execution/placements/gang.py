@@ -4,14 +4,13 @@ The first machine leads: its files are the evidence. Of the others, logs and ver
 runtime/node-K. If the worker on one machine fails, the attempt ends on all.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from perilune.execution.observation import Observation
-from perilune.execution.placements.protocol import Assignment, Capabilities, Placement
+from perilune.execution.placements.protocol import Assignment, Capabilities, Placement, StagingRequest
 from perilune.execution.processes import Presence
 from perilune.execution.verdict import Cause
 
@@ -33,18 +32,11 @@ class GangPlacement:
     def __init__(self, name: str, launcher: str, members: Sequence[Placement | None]) -> None:
         self.name, self.launcher, self.members = name, launcher, members
 
-    def stage(
-        self,
-        attempt: Assignment,
-        bundle: Path,
-        run_info: Mapping[str, Any],
-        previous: Assignment | None,
-        is_cancelled: Callable[[], bool],
-    ) -> str:
+    def stage(self, attempt: Assignment, request: StagingRequest) -> str:
         """Implement `Placement.stage`; the working copy is made once, with the leading machine."""
 
         def stage(member: Placement, there: Assignment) -> str:
-            return member.stage(there, bundle, run_info, previous, is_cancelled)
+            return member.stage(there, request)
 
         (notice,) = self._call_each(attempt, stage, nodes=range(1))
         self._call_each(attempt, stage, nodes=range(1, len(self.members)))

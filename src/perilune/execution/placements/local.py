@@ -5,9 +5,8 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from perilune.bundle.freeze import copy_for_attempt
 from perilune.bundle.storage import remove_tree, storage_errors
@@ -15,7 +14,7 @@ from perilune.errors import RequestError
 from perilune.execution.claim import Claim, hold_claim
 from perilune.execution.launchers import process as launcher
 from perilune.execution.observation import Observation, observe_files
-from perilune.execution.placements.protocol import Assignment, Capabilities
+from perilune.execution.placements.protocol import Assignment, Capabilities, StagingRequest
 from perilune.execution.processes import POLL_SECONDS, Presence
 from perilune.execution.worker import STOP_GRACE_S
 from perilune.files import write_json
@@ -41,17 +40,9 @@ class LocalPlacement:
         self._started: dict[Assignment, subprocess.Popen[bytes]] = {}
         self._started_at: dict[Assignment, float] = {}  # on the monotonic clock
 
-    def stage(
-        self,
-        attempt: Assignment,
-        bundle: Path,
-        run_info: Mapping[str, Any],
-        previous: Assignment | None,
-        is_cancelled: Callable[[], bool],
-    ) -> str:
+    def stage(self, attempt: Assignment, request: StagingRequest) -> str:
         """Implement `Placement.stage`; removes the remains of a killed staging."""
-        before = None if previous is None else previous.directory
-        create_working_copy(bundle, attempt.directory, run_info, before)
+        create_working_copy(request, attempt.directory)
         return ""
 
     def start(self, attempt: Assignment) -> None:
@@ -106,14 +97,8 @@ class LocalPlacement:
         return claim.end_remaining_processes()
 
 
-def create_working_copy(
-    bundle: Path, directory: Path, run_info: Mapping[str, Any], previous: Path | None
-) -> None:
+def create_working_copy(request: StagingRequest, directory: Path) -> None:
     """Create an attempt's working copy at `directory`, completely or not at all, replacing what is there.
-
-    Args:
-        run_info: content of runtime/run.json.
-        previous: the directory of the attempt to restore from.
 
     Raises:
         RequestError: the bundle differs from what was frozen, or the disk is full.
@@ -123,10 +108,10 @@ def create_working_copy(
         for stale in (directory, *directory.parent.glob(f".{directory.name}.*.tmp")):
             if stale.exists():
                 remove_tree(stale)
-        copy_for_attempt(bundle, directory)
-        if previous is not None:
-            restore_outputs(previous / "artifacts", directory / "artifacts")
-        write_json(directory / "runtime" / "run.json", run_info)
+        copy_for_attempt(request.bundle, directory)
+        if request.previous is not None:
+            restore_outputs(request.previous.directory / "artifacts", directory / "artifacts")
+        write_json(directory / "runtime" / "run.json", request.run_info)
 
 
 def restore_outputs(previous: Path, artifacts: Path) -> None:

@@ -52,6 +52,23 @@ class Assignment:
         return self.directory / "runtime" / f"node-{self.node}" if self.node else self.directory
 
 
+@dataclass(frozen=True, slots=True)
+class StagingRequest:
+    """The contents of an attempt's working copy.
+
+    Attributes:
+        run_info: content of runtime/run.json for the worker, with "bundle_digest".
+        previous: an ended attempt whose complete checkpoints and metrics are restored. If it was lost and
+            still has files there, its processes are ended first.
+        is_cancelled: asked from time to time during an upload, which ends when the answer is True.
+    """
+
+    bundle: Path
+    run_info: Mapping[str, Any]
+    previous: Assignment | None = None
+    is_cancelled: Callable[[], bool] = lambda: False
+
+
 class Placement(Protocol):
     """A place where attempts run.
 
@@ -64,23 +81,10 @@ class Placement(Protocol):
     launcher: str
     capabilities: Capabilities
 
-    def stage(
-        self,
-        attempt: Assignment,
-        bundle: Path,
-        run_info: Mapping[str, Any],
-        previous: Assignment | None,
-        is_cancelled: Callable[[], bool],
-    ) -> str:
+    def stage(self, attempt: Assignment, request: StagingRequest) -> str:
         """Create the attempt's working copy there, completely, verified, and from scratch.
 
         Must not be called once a worker may have been started there.
-
-        Args:
-            run_info: content of runtime/run.json for the worker, with "bundle_digest".
-            previous: an ended attempt whose complete checkpoints and metrics are restored. If it was lost and
-                still has files there, its processes are ended first.
-            is_cancelled: asked from time to time during an upload, which ends when the answer is True.
 
         Returns:
             The reason why the attempt cannot resume from the previous one's checkpoint; "" if it can, or if

@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from pydantic import Field, field_validator
@@ -40,7 +39,12 @@ from perilune.execution.placements.held import find_restart_reason, parse_held, 
 from perilune.execution.placements.local import create_working_copy
 from perilune.execution.placements.mirror import Bring, Mirror, PullResult, open_mirror
 from perilune.execution.placements.origins import HUB_URL
-from perilune.execution.placements.protocol import Assignment, Capabilities, StagingCancelledError
+from perilune.execution.placements.protocol import (
+    Assignment,
+    Capabilities,
+    StagingCancelledError,
+    StagingRequest,
+)
 from perilune.execution.placements.upload import Upload
 from perilune.execution.task_environment import SECRET_WORDS
 from perilune.execution.worker import STOP_GRACE_S
@@ -139,20 +143,13 @@ class RemotePlacement:
         self.launcher = process.NAME if container is None else container.name
         self.name = host.name
 
-    def stage(
-        self,
-        attempt: Assignment,
-        bundle: Path,
-        run_info: Mapping[str, Any],
-        previous: Assignment | None,
-        is_cancelled: Callable[[], bool],
-    ) -> str:
+    def stage(self, attempt: Assignment, request: StagingRequest) -> str:
         """Implement `Placement.stage`: created here (once for all machines), uploaded, and verified there."""
-        before = None if previous is None else previous.directory
+        before = None if request.previous is None else request.previous.directory
         if attempt.node == 0:
-            if previous is not None and self._stores_checkpoints:
-                self._store_lost_checkpoints(previous)
-            create_working_copy(bundle, attempt.directory, run_info, before)
+            if request.previous is not None and self._stores_checkpoints:
+                self._store_lost_checkpoints(request.previous)
+            create_working_copy(request, attempt.directory)
         with self._mirror(attempt) as home:
             home.reset()
         held = read_held(before) if before is not None and self.bring != "all" else []
@@ -160,7 +157,7 @@ class RemotePlacement:
         upload = Upload(attempt.directory, attempt.node, held, self._hub_url)
         wanted, rounds, until = upload.small_contents(), 0, time.monotonic() + SEND_SECONDS
         while rounds < MAX_SENDS and time.monotonic() < until:
-            answer = self._send(attempt, upload, wanted, is_cancelled)
+            answer = self._send(attempt, upload, wanted, request.is_cancelled)
             if answer.get("received") == upload.tree:
                 return find_restart_reason(before, upload)
             if answer.get("busy") is True:
