@@ -193,7 +193,7 @@ def test_digest_excludes_artifacts_and_runtime(bundle: Path) -> None:
 def test_verify_with_known_digest_finds_rewritten_bundle_file(bundle: Path) -> None:
     known = recorded_digest(bundle)
     rewrite(bundle / "inputs" / "data", b"other rows\n")
-    files = [entry.document() for entry in frozen_entries(bundle)]
+    files = [entry._asdict() for entry in frozen_entries(bundle)]
     document = {"schema_version": 1, "digest": sha256_bytes(canonical_json(files)), "files": files}
     rewrite(bundle / BUNDLE_FILE, canonical_json(document) + b"\n")
     assert verify(bundle) == []

@@ -3,9 +3,8 @@
 import os
 import stat
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from perilune.errors import RequestError
 from perilune.files import canonical_json, read_json, sha256_bytes, sha256_file
@@ -16,18 +15,13 @@ BUNDLE_FILE = "bundle.json"  # the list of frozen entries, and their digest
 SCHEMA_VERSION = 1
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Entry:
+class Entry(NamedTuple):
     """One file: path relative to its root with "/" between parts, size in bytes, hex SHA-256, mode "0444"."""
 
     path: str
     size: int
     sha256: str
     mode: str
-
-    def document(self) -> dict[str, Any]:
-        """Return the entry as in bundle.json."""
-        return {"path": self.path, "size": self.size, "sha256": self.sha256, "mode": self.mode}
 
 
 def walk(root: Path, prefix: str = "", skip: Collection[str] = ()) -> Iterator[tuple[str, os.stat_result]]:
@@ -65,7 +59,7 @@ def make_entry(path: Path, relative: str, status: os.stat_result) -> Entry:
 
 def entries_digest(entries: Iterable[Entry]) -> str:
     """Return the SHA-256 of the canonical JSON of `entries`, sorted by path."""
-    return sha256_bytes(canonical_json([entry.document() for entry in sorted(entries)]))
+    return sha256_bytes(canonical_json([entry._asdict() for entry in sorted(entries)]))
 
 
 def frozen_entries(bundle: Path) -> list[Entry]:
@@ -95,7 +89,7 @@ def bundle_digest(bundle: Path) -> str:
 
 def bundle_document(entries: Collection[Entry]) -> bytes:
     """Return the bytes of bundle.json: the frozen entries and their digest."""
-    files = [entry.document() for entry in sorted(entries)]
+    files = [entry._asdict() for entry in sorted(entries)]
     document = {"schema_version": SCHEMA_VERSION, "digest": entries_digest(entries), "files": files}
     return canonical_json(document) + b"\n"
 

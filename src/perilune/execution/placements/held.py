@@ -35,9 +35,7 @@ def parse_held(listed: Any) -> list[Entry]:
 def write_held(attempt: Path, entries: Sequence[Entry]) -> None:
     """Record which checkpoints of the attempt in `attempt` its machine keeps."""
     if entries:
-        write_atomic(
-            _held_path(attempt), canonical_json([list(entry.document().values()) for entry in entries])
-        )
+        write_atomic(_held_path(attempt), canonical_json(entries))
     else:
         _held_path(attempt).unlink(missing_ok=True)
 

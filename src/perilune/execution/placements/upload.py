@@ -107,8 +107,7 @@ class Upload:
 
     def _data(self, head: bytes, wanted: Mapping[str, int]) -> Iterator[bytes]:
         """Yield the content of the stream. Reports progress meanwhile."""
-        files = [[entry.path, entry.size, entry.sha256, entry.mode] for entry in self.entries]
-        yield head + canonical_json({"files": files, "origins": self._origins}) + b"\n"
+        yield head + canonical_json({"files": self.entries, "origins": self._origins}) + b"\n"
         done, reported = sum(wanted.values()), time.monotonic()
         total = sum(self._sizes[sha256] for sha256 in wanted)
         for sha256, offset in sorted(wanted.items(), key=lambda item: self._sizes[item[0]]):

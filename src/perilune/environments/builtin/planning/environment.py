@@ -12,7 +12,19 @@ from perilune.environments.core.protocol import Score, Split, Task, Transcript
 from perilune.environments.core.single_turn import SingleTurn
 
 
-class PlanningEnvironment(SingleTurn):
+class _AuditedPlans:
+    """What audits ask of an environment. A gold plan is the first proposal."""
+
+    def gold(self, task: Task) -> Transcript:
+        """Return the most interesting plan, or the best one found."""
+        return Transcript(task.data["actions"][-1])
+
+    def is_right(self, task: Task, transcript: Transcript) -> bool:
+        """Return a second opinion for audits: follows the days step by step, in separate code."""
+        return transcript.finished and is_valid_plan(task.data["trip"], task.data["style"], transcript.text)
+
+
+class PlanningEnvironment(_AuditedPlans, SingleTurn):
     """Reward 1 for a plan that satisfies every constraint.
 
     Each constraint is a term with the value 1 or 0. The term "quality" is the plan's interest as a share of
@@ -32,16 +44,8 @@ class PlanningEnvironment(SingleTurn):
         """Score a plan. A plan that the token limit cut off is invalid."""
         return score_plan(task, transcript.text if transcript.finished else None)
 
-    def gold(self, task: Task) -> Transcript:
-        """Return the most interesting plan, or the best one found."""
-        return Transcript(task.data["actions"][-1])
 
-    def is_right(self, task: Task, transcript: Transcript) -> bool:
-        """Return a second opinion for audits: follows the days step by step, in separate code."""
-        return transcript.finished and is_valid_plan(task.data["trip"], task.data["style"], transcript.text)
-
-
-class PlanningRepairEnvironment(MultiTurn):
+class PlanningRepairEnvironment(_AuditedPlans, MultiTurn):
     """Reward 1 for a plan that satisfies every constraint, within a number of proposals.
 
     After an invalid proposal the policy sees the names of the violated constraints. Terms are those of the
@@ -67,10 +71,3 @@ class PlanningRepairEnvironment(MultiTurn):
             proposals += 1
         metrics = {**score.metrics, "proposals": float(proposals)}
         yield end_episode(score.reward, terms=score.terms, metrics=metrics)
-
-    def gold(self, task: Task) -> Transcript:
-        """Return the most interesting plan, or the best one found, as the first proposal."""
-        return Transcript(task.data["actions"][-1])
-
-    def is_right(self, task: Task, transcript: Transcript) -> bool:
-        return transcript.finished and is_valid_plan(task.data["trip"], task.data["style"], transcript.text)
