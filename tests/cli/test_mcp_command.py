@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -270,6 +271,43 @@ def test_tools_refuse_invalid_requests_with_a_remedy(agent: Agent) -> None:
     assert "no part 'attempt'" in agent.refused("show", run="base", part=["attempt"])
     for name in ("/etc/passwd", "../other.yaml", "home"):
         assert f"no recipe '{name}'" in agent.refused("plan", recipe=name)
+
+
+def test_tools_refuse_extreme_arguments_in_short_messages(agent: Agent, tmp_path: Path, folder: Path) -> None:
+    long = "x" * 100_000
+    for tool, argument in (("show", "run"), ("explain", "target"), ("runs", "experiment")):
+        refusal = agent.refused(tool, **{argument: long})
+        assert "is called 'xxx" in refusal and refusal.endswith("try: perilune runs")
+        assert len(refusal) < 5000
+    assert "less than or equal to 1000" in agent.refused("runs", last=10**30)
+    assert "no part '999" in agent.refused("show", run="base", part=["attempts", "9" * 5000])
+    outside, link = tmp_path / "outside.yaml", folder / "link.yaml"
+    outside.write_text(LIGHT)
+    link.symlink_to(outside)
+    for name in ("link.yaml", "a\0.yaml", f"{long}.yaml"):
+        refusal = agent.refused("plan", recipe=name)
+        assert refusal.startswith("no recipe '") and "link.yaml, " not in refusal
+
+
+def test_mcp_refuses_a_missing_recipe_folder(folder: Path) -> None:
+    words = [SCRIPT, "mcp", "--actions", "--recipes", "missing"]
+    done = subprocess.run(
+        words, cwd=folder, env=environment(folder / "home"), stdin=subprocess.DEVNULL, capture_output=True
+    )
+    assert done.returncode == 2 and b"--recipes missing: no such folder" in done.stderr
+
+
+def test_ctrl_c_ends_the_server_while_it_waits_for_input(folder: Path) -> None:
+    pipe = subprocess.PIPE
+    server = subprocess.Popen([SCRIPT, "mcp"], env=environment(folder / "home"), stdin=pipe, stdout=pipe)
+    request = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
+    with server:
+        assert server.stdin and server.stdout
+        server.stdin.write(json.dumps(request).encode() + b"\n")
+        server.stdin.flush()
+        server.stdout.readline()
+        server.send_signal(signal.SIGINT)
+        assert server.wait(10) == -signal.SIGINT
 
 
 def test_action_needs_the_token_of_its_own_plan(agent: Agent, folder: Path) -> None:

@@ -128,9 +128,10 @@ class Actor:
 
         if name in bundled_recipes():
             return bundled_recipe(name)
-        path, folder = (self.recipes / name).resolve(), self.recipes.resolve()
-        if path.suffix not in {".yaml", ".yml"} or not path.is_relative_to(folder) or not path.is_file():
-            names = sorted(str(file.relative_to(folder)) for file in folder.glob("*.y*ml"))
+        folder = self.recipes.resolve()
+        path = _find_recipe(folder, name)
+        if path is None:
+            names = sorted(file.name for file in folder.glob("*.y*ml") if _find_recipe(folder, file.name))
             raise RequestError(
                 f"no recipe '{name}' in {folder}", remedy=f"one of: {', '.join((*names, *bundled_recipes()))}"
             )
@@ -151,6 +152,16 @@ class Actor:
         if problem:
             remedy = "call again without a token, and show the user what the new answer says"
             raise RequestError(problem, where="token", remedy=remedy)
+
+
+def _find_recipe(folder: Path, name: str) -> Path | None:
+    """Return the YAML file of that name, or None if there is none in the folder, which is resolved."""
+    try:
+        path = (folder / name).resolve(strict=True)
+    except (OSError, ValueError):  # missing, too long, or with a null character
+        return None
+    is_recipe = path.suffix in {".yaml", ".yml"} and path.is_relative_to(folder) and path.is_file()
+    return path if is_recipe else None
 
 
 def _plan_digest(document: dict[str, Any]) -> str:

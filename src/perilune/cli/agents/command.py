@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from perilune.cli.arguments import require_packages
+from perilune.errors import RequestError
 
 
 def mcp(
@@ -33,6 +34,8 @@ def mcp(
     if skill:
         typer.echo((files("perilune.cli.agents") / "SKILL.md").read_text(encoding="utf-8"), nl=False)
         return
+    if actions and not recipes.is_dir():
+        raise RequestError("no such folder", where=f"--recipes {recipes}")
     require_packages("agents", "mcp")
     from perilune.cli.agents.actions import Actor
     from perilune.cli.agents.reading import Reader

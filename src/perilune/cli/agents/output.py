@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from perilune.errors import RequestError
-from perilune.redaction import redact_document
+from perilune.redaction import redact_document, redact_text
 from perilune.terminal import escape_control
 
 MAX_RESULT_CHARACTERS = 16_000  # characters of a result, about 5,000 tokens
@@ -19,6 +19,7 @@ SIZE_LIMITS = (  # items of a list or an object, and characters of a text, until
     *((10, 300), (5, 200), (3, 100), (2, 60), (1, 40)),
 )
 MAX_COPIED_CHARACTERS = 30 * MAX_RESULT_CHARACTERS  # characters to copy before a result counts as too large
+MAX_ERROR_CHARACTERS = 4000
 MAX_LEFT_OUT_NOTES = 12  # left-out places to name
 UNTRUSTED_KEYS = frozenset(
     {"because", "conditions", "events", "failure", "message", "messages", "problem", "text", "warnings"}
@@ -77,12 +78,19 @@ def render(document: Any, part: Sequence[str] = (), offset: int = 0) -> str:
     return text
 
 
+def shorten_error(text: str) -> str:
+    """Cut the middle out of an error that repeats a long argument; the remedy is at the end."""
+    half = MAX_ERROR_CHARACTERS // 2
+    text = escape_control(redact_text(text))
+    return text if len(text) <= MAX_ERROR_CHARACTERS else f"{text[:half]} … {text[-half:]}"
+
+
 def _find_part(document: Any, part: Sequence[str]) -> tuple[Any, bool]:
     is_untrusted = False
     for index, key in enumerate(part):
         if isinstance(document, Mapping) and key in document:
             document = document[key]
-        elif isinstance(document, list | tuple) and key.isdecimal() and int(key) < len(document):
+        elif isinstance(document, list | tuple) and key in map(str, range(len(document))):
             document = document[int(key)]
         else:
             hint = "it ends there"

@@ -65,7 +65,9 @@ class Reader:
         experiment: Annotated[
             str, Field(description="Only experiments of this name, or the one whose id begins so.")
         ] = "",
-        last: Annotated[int, Field(ge=1, description="Number of experiments, the latest first.")] = 20,
+        last: Annotated[
+            int, Field(ge=1, le=1000, description="Number of experiments, the latest first.")
+        ] = 20,
     ) -> dict[str, Any]:
         """List experiments, the latest first: overrides, and the state and pass@1 of each stage.
 

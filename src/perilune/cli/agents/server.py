@@ -1,6 +1,7 @@
 """Serves tools over the Model Context Protocol on standard input and output."""
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -15,13 +16,12 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError, validate_ca
 
 import perilune
 from perilune.cli.agents.actions import Actor
-from perilune.cli.agents.output import mark_untrusted, render
+from perilune.cli.agents.output import mark_untrusted, render, shorten_error
 from perilune.cli.agents.reading import Reader
 from perilune.cli.arguments import try_refresh
 from perilune.errors import PeriluneError
 from perilune.frozen import invalid_value
 from perilune.redaction import redact_text
-from perilune.terminal import escape_control
 
 INSTRUCTIONS = """\
 Perilune post-trains language models. An experiment is a recipe that was run; its stages have runs.
@@ -74,12 +74,12 @@ class Tools:
         try:
             return self._call_tool(name, arguments), False
         except ValidationError as error:
-            return self._describe_argument_error(name, error), True
+            return shorten_error(self._describe_argument_error(name, error)), True
         except PeriluneError as error:
-            return escape_control(redact_text(str(error))), True
+            return shorten_error(str(error)), True
         except Exception as error:
             sys.stderr.write(redact_text(traceback.format_exc()))
-            return escape_control(redact_text(f"unexpected {type(error).__name__}: {error}")), True
+            return shorten_error(f"unexpected {type(error).__name__}: {error}"), True
 
     def _call_tool(self, name: str, arguments: dict[str, Any]) -> str:
         if name not in self._calls:
@@ -121,6 +121,8 @@ def serve(tools: Tools) -> None:
     async def _(name: str, arguments: dict[str, Any]) -> CallToolResult:
         return await tools.call(name, arguments)
 
+    # A thread waits for the next line of standard input. Python would wait for it after Ctrl-C.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     anyio.run(_serve, server)
 
 
