@@ -39,6 +39,11 @@ def test_commands_in_empty_home_suggest_next_command(perilune: Command) -> None:
     assert json.loads(perilune("runs", "--json")[1])["runs"] == []
     code, _, err = perilune("show", "nothing")
     assert code == 2 and "no run is called 'nothing'" in err and "try: perilune runs" in err
+    code, _, err = perilune("show", "x" * 60_000)
+    assert code == 2 and "no run is called 'xxx" in err
+    for command in ("show", "explain", "compare"):
+        code, _, err = perilune(command, os.fsdecode(b"a\xff"))
+        assert code == 2 and r"called 'a\udcff'" in err
 
 
 def test_runs_are_listed_in_stage_order_and_found_by_id_prefix_or_name(

@@ -239,6 +239,14 @@ def _read_figure(stages: Sequence[StageStatus], metric: str) -> Interval | None:
     return Interval(float(value), math.nan, math.nan) if isinstance(value, int | float) else None
 
 
+def _list_figures(stages: Sequence[StageStatus], metric: str) -> str:
+    """Return the names of the figures of the metric's stage, as the end of a message."""
+    name = metric.partition(".")[0]
+    summary = next((stage.summary for stage in stages if stage.name == name), {})
+    known = ", ".join(key for key in summary if _read_figure(stages, f"{name}.{key}"))
+    return f"; {name} has {known}" if known else ""
+
+
 def _read_recipe(path: Path) -> dict[str, Any]:
     document = read_json(path)
     try:
@@ -292,7 +300,7 @@ def _group_arms(
 def _make_member(experiment: str, seed: int, stages: Sequence[StageStatus], metric: str) -> Member:
     figure, problem = _read_figure(stages, metric), ""
     if figure is None:
-        problem = f"there is no figure {metric}"
+        problem = f"there is no figure {metric}{_list_figures(stages, metric)}"
         if stage := next((status for status in stages if status.state != "succeeded"), None):
             cause = (stage.message or stage.cause).partition("\n")[0]
             problem = f"{stage.name} is {stage.display_state}" + (f": {cause}" if cause else "")

@@ -114,7 +114,11 @@ def find_experiment(control: Control, reference: str | None = None) -> Experimen
 def find_experiments(control: Control, reference: str) -> list[str]:
     """Return the ids of all experiments of that name, oldest first, or of one as in `find_experiment`."""
     with control.store.snapshot() as session:
-        named = select(Experiment.id).where(Experiment.name == reference).order_by(Experiment.created)
+        named = (
+            select(Experiment.id)
+            .where(Experiment.name == _as_unicode(reference))
+            .order_by(Experiment.created)
+        )
         ids = list(session.scalars(named))
     return ids or [find_experiment(control, reference).id]
 
@@ -125,6 +129,7 @@ def find_run_or_experiment(control: Control, reference: str) -> Run | Experiment
     Raises:
         RequestError: there is neither, or the prefix of an id is ambiguous.
     """
+    reference = _as_unicode(reference)
     with control.store.snapshot() as session:
         if experiment := session.get(Experiment, reference.upper()):
             return experiment
@@ -153,11 +158,13 @@ def find_run(control: Control, reference: str) -> Run:
     Raises:
         RequestError: there is none, or the prefix is ambiguous.
     """
+    reference = _as_unicode(reference)
     experiment_name, slash, stage_name = reference.rpartition("/")
     with control.store.snapshot() as session:
         if not slash and (run := session.get(Run, reference.upper())):
             return run
-        matching = session.scalars(select(Run).where(Run.id.startswith(reference.upper(), autoescape=True)))
+        prefix = func.substr(Run.id, 1, len(reference))  # LIKE has a limit on the length of its pattern
+        matching = session.scalars(select(Run).where(prefix == reference.upper()))
         prefixed = [] if slash else list(matching)
         stages = []
         if slash or session.scalars(select(Experiment.id).limit(1)).first():
@@ -181,6 +188,11 @@ def find_run(control: Control, reference: str) -> Run:
             remedy=f"{other}/{reference}",
         )
     return _require_single(control, prefixed, reference, "run")
+
+
+def _as_unicode(reference: str) -> str:
+    """Escape bytes of the command line that are no UTF-8, which the database cannot compare."""
+    return reference.encode(errors="backslashreplace").decode()
 
 
 def _find_experiment_with(control: Control, stage: str) -> str:
