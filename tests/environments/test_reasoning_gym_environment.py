@@ -162,6 +162,14 @@ def test_family_without_compact_prompt_lists_families_with_one():
     assert "chain_sum" in caught.value.remedy
 
 
+def test_error_of_a_generator_names_the_settings():
+    digits = {"min_terms": 2, "max_terms": 2, "min_digits": 5000, "max_digits": 5000}
+    environment = make_environment({"id": "reasoning_gym", "task": "basic_arithmetic", "config": digits})
+    with pytest.raises(RequestError, match="generator of 'basic_arithmetic' raised ValueError") as caught:
+        next(environment.tasks("train", seed=0))
+    assert caught.value.where == "environment.config"
+
+
 def test_original_answer_finds_answer_in_free_text():
     assert extract_final_answer("<think>1+1</think>\n 2 ") == "2"
     assert extract_final_answer("no <answer>1</answer> but <answer> 2</answer>.") == "2"

@@ -164,6 +164,10 @@ BAD = {  # (old text, new text): place, parts of the message
     ("heat: 1e-1", "minutes: true"): (":11:", "stages.bread.minutes is true", "valid integer"),
     ("heat: 1e-1", "style: gaudy"): (":11:", 'stages.bread.style is "gaudy"', "'plain' or 'fancy'"),
     ("heat: 1e-1", "heat: .nan"): (":11:", "stages.2.heat", "not a finite number"),
+    ("seed: 3", "seed: " + "9" * 33): (":2:", "seed: 999", "... has more than 32 digits"),
+    ("seed: 3", "seed: 3\n---"): (":3:", "a second document begins", "try: remove '---'"),
+    ("seed: 3", "seed: 3 # \0"): (":2:", "the character '\\x00' is not allowed"),
+    ("seed: 3", "s\u0435ed: 3"): (":2:", "U+0435, CYRILLIC SMALL LETTER IE", "'seed'"),
     ("heat: 1e-1", "flour: cake"): (":11:", "stages.2.flour is given twice", "line 10"),
     ("task: lay}", "task: layy}"): (":7:", "no task 'layy'", "'lay'"),
     ("name: egg,", "name: bread,"): (":8:", "two stages have the name 'bread'", ""),
@@ -241,6 +245,7 @@ BAD = {  # (old text, new text): place, parts of the message
         "resources: sharded needs more than one process",
         "set processes or nodes",
     ),
+    ("seed: 3", "resources: {threads: 100000000000}"): (":2:", "less than or equal to 4096", ""),
     ("seed: 3", "resources: 2"): (":2:", "resources is 2 but should be a section of keys", ""),
     ("seed: 3", "learning_rate: 1"): (
         ":2:",
@@ -297,6 +302,8 @@ def test_override_that_is_not_utf8_is_refused(dinner: Path, override: str) -> No
         ("BREAD.heat=1", "try: 'bread'"),
         ("stages.bread.tags.0=x", "tags.0"),
         ("cake.flour=egg", "'egg' makes a dataset"),
+        ("bread." + "a." * 1000 + "a=1", "nested too deeply"),
+        ("bre\u0430d.heat=1", "U+0430, CYRILLIC SMALL LETTER A"),
     ],
 )
 def test_invalid_override_is_named(dinner: Path, override: str, said: str) -> None:

@@ -52,6 +52,7 @@ class Resources(Frozen):
     threads: int = Field(
         0,
         ge=0,
+        le=4096,
         description="threads of each process on a CPU; 0 divides the usable cores among the processes",
     )
     processes: int = Field(

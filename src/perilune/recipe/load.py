@@ -7,7 +7,7 @@ from typing import Any
 
 from perilune.errors import RequestError, closest_name
 from perilune.files import read_regular
-from perilune.recipe.problems import Problem, raise_problems, suggest_name
+from perilune.recipe.problems import Problem, name_character, raise_problems, suggest_name
 from perilune.recipe.resolve import resolve
 from perilune.recipe.schema import Recipe
 from perilune.recipe.source import MAX_BYTES, Document, KeyPath, parse_yaml, require_characters
@@ -113,6 +113,7 @@ def _key_path(value: dict[str, Any], keys: list[str], location: str) -> KeyPath:
         key = next((key for key, value in stage.items() if isinstance(value, int | float)), "task")
         what = f"{keys[0]} is a stage; set one of its keys, such as {keys[0]}.{key}"
         raise RequestError(what, where=location)
-    problem = Problem((), f"no key or stage '{keys[0]}'", suggest_name(keys[0], known))
+    what = f"no key or stage '{keys[0]}'{name_character(keys[0])}"
+    problem = Problem((), what, suggest_name(keys[0], known))
     raise_problems([problem], lambda _: location)
     raise AssertionError("unreachable")

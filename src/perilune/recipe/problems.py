@@ -5,6 +5,7 @@ import copy
 import json
 import math
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,6 +50,14 @@ class ProblemsError(Exception):
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__(problems)
         self.problems = problems
+
+
+def name_character(name: str) -> str:
+    """Name the first character of a misspelled name that is not ASCII, because it may look like one that is."""
+    character = next((character for character in name if not character.isascii()), "")
+    if not character:
+        return ""
+    return f" (it contains U+{ord(character):04X}, {unicodedata.name(character, 'without a name')})"
 
 
 def suggest_name(name: str, valid: Iterable[str]) -> str:
@@ -206,7 +215,8 @@ def _problem(
     full = (*path, *location)
     if detail["type"] == "extra_forbidden":
         valid = _find_owners(model, detail["loc"])[0].model_fields
-        return Problem(full, f"{key} is not a known key", suggest_name(str(location[-1]), valid))
+        name = str(location[-1])
+        return Problem(full, f"{key} is not a known key{name_character(name)}", suggest_name(name, valid))
     if detail["type"] == "missing":
         field = _find_owners(model, detail["loc"])[0].model_fields.get(str(location[-1]))
         meaning = f"set it: {field.description}" if field and field.description else ""

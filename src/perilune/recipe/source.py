@@ -17,6 +17,7 @@ from perilune.errors import RequestError
 
 MAX_BYTES = 1 << 18
 MAX_DEPTH = 64
+MAX_DIGITS = 32  # characters of an integer
 KeyPath = tuple[str | int, ...]
 
 _TAG = "tag:yaml.org,2002:"
@@ -43,6 +44,8 @@ class Document:
         Raises:
             RequestError: when a value on the path is not a section.
         """
+        if len(path) > MAX_DEPTH:
+            raise RequestError(_TOO_DEEP, where=location)
         walk: list[Any] = [self.value]
         for depth, key in enumerate(path):
             section = walk[-1]
@@ -89,7 +92,13 @@ def parse_yaml(text: str, name: str) -> Document:
         problem = error.problem or error.context or ""
         if r"'\t'" in problem:
             raise RequestError("not valid YAML: a tab", where=where, remedy="indent with spaces") from None
+        if problem == "but found another document":
+            raise RequestError("a second document begins", where=where, remedy="remove '---'") from None
         raise RequestError(f"not valid YAML: {problem}", where=where) from None
+    except yaml.reader.ReaderError as error:
+        where = f"{name}:{text.count(chr(10), 0, error.position) + 1}"
+        what = f"not valid YAML: the character {chr(error.character)!a} is not allowed"
+        raise RequestError(what, where=where) from None
     except yaml.YAMLError as error:
         raise RequestError(f"not valid YAML: {error}", where=name) from None
     except RecursionError:
@@ -175,13 +184,16 @@ def _scalar(node: yaml.ScalarNode, path: KeyPath, name: str) -> str | int | floa
             return None
         case "bool":
             return bool(text.lower() == "true")
-        case "int" if len(text) <= 32:
+        case "int" if len(text) <= MAX_DIGITS:
             return int(text.replace("_", ""))
         case "float" if math.isfinite(_number(text)):
             return _number(text)
         case "int" | "float":
             key = f"{dotted(path)}: " if path else ""
-            raise RequestError(f"{key}{text} is not a finite number", where=_location(node, name))
+            problem = "is not a finite number"
+            if node.tag.endswith("int"):
+                text, problem = text[:MAX_DIGITS], f"... has more than {MAX_DIGITS} digits"
+            raise RequestError(f"{key}{text} {problem}", where=_location(node, name))
     raise AssertionError(node.tag)
 
 

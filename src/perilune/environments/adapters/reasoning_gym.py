@@ -205,6 +205,10 @@ class ReasoningGymEnvironment(SingleTurn):
                         entry = dataset[index]
                 except IndexError:  # the family has a fixed number of items
                     return
+                except Exception as error:  # a generator may raise anything on settings that it accepts
+                    what = f"the generator of '{self.spec.task}' raised {type(error).__name__}: {error}"
+                    remedy = "change the settings"
+                    raise RequestError(what, where="environment.config", remedy=remedy) from error
             if "Integral(" not in (entry["answer"] or ""):  # sympy failed and returned the question
                 yield entry
 
