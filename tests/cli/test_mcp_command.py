@@ -290,9 +290,13 @@ def test_tools_refuse_extreme_arguments_in_short_messages(agent: Agent, tmp_path
 
 
 def test_mcp_refuses_a_missing_recipe_folder(folder: Path) -> None:
-    words = [SCRIPT, "mcp", "--actions", "--recipes", "missing"]
     done = subprocess.run(
-        words, cwd=folder, env=environment(folder / "home"), stdin=subprocess.DEVNULL, capture_output=True
+        [SCRIPT, "mcp", "--actions", "--recipes", "missing"],
+        cwd=folder,
+        env=environment(folder / "home"),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
     )
     assert done.returncode == 2 and b"--recipes missing: no such folder" in done.stderr
 

@@ -1,6 +1,7 @@
 """Environments are found by id, by entry point, and by factory."""
 
 import importlib.metadata
+from pathlib import Path
 
 import pytest
 from environment_cases import gym
@@ -10,6 +11,7 @@ from perilune.environments.adapters.reasoning_gym import ReasoningGymEnvironment
 from perilune.environments.core import registry
 from perilune.environments.core.registry import environment_spec
 from perilune.errors import RequestError
+from perilune.recipe.evaluation import make_evaluation_recipe
 
 
 def test_registry_has_reasoning_gym_with_section_model():
@@ -19,6 +21,14 @@ def test_registry_has_reasoning_gym_with_section_model():
     shared = {"context", "episodes", "prompting"}
     assert set(model.model_fields) - set(ReasoningGymSpec.model_fields) == shared
     assert isinstance(make_environment(gym("chain_sum")), ReasoningGymEnvironment)
+
+
+@pytest.mark.parametrize("section", ["calculator", None, ["calculator"]])
+def test_environment_without_section_is_refused(section):
+    for make in (make_environment, lambda it: make_evaluation_recipe(Path("model"), it, {}, seed=0)):
+        with pytest.raises(RequestError, match="is not a section of keys") as caught:
+            make(section)
+        assert caught.value.remedy == "{'id': 'calculator'}"
 
 
 def test_unknown_id_suggests_similar_id():

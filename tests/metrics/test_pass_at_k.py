@@ -78,3 +78,8 @@ def test_dead_groups_of_a_part_are_those_of_the_algorithm() -> None:
     weighted = [WeightedGroup(group, dead=number == 0) for number, group in enumerate(groups)]
     figures = environment_figures(weighted)
     assert (figures["environment/sums/groups"], figures["environment/sums/dead_groups"]) == (4, 0.25)
+
+
+def test_pass_at_zero_is_refused() -> None:
+    with pytest.raises(RequestError, match="pass@0 does not exist"):
+        pass_at_k(10, 3, 0)

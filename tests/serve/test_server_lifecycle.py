@@ -102,6 +102,19 @@ def test_shutdown_does_not_wait_for_hanging_requests(checkpoint: Path) -> None:
         assert server.process.wait(120) == 0
 
 
+def test_second_ctrl_c_aborts_running_answers_without_a_traceback(checkpoint: Path) -> None:
+    """`served` checks that the server writes no traceback."""
+    with small_server(checkpoint) as server, server.client() as client, server.http() as http:
+        stream = client.completions.create(**LONG, stream=True)
+        next(iter(stream))
+        server.process.send_signal(signal.SIGINT)
+        until(lambda: http.get("/health").json() == {"status": "draining"})
+        server.process.send_signal(signal.SIGINT)
+        with pytest.raises(openai.APIError, match="the server was shut down"):
+            text_of(stream)
+        assert server.process.wait(120) == 0
+
+
 def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not condition():

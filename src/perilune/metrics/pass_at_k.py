@@ -15,7 +15,9 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     """
     if not 0 <= c <= n:
         raise RequestError(f"there cannot be {c} correct of {n} samples")
-    if not 1 <= k <= n:
+    if k < 1:
+        raise RequestError(f"pass@{k} does not exist", remedy="k is 1 or more")
+    if k > n:
         raise RequestError(
             f"pass@{k} cannot be computed from {n} samples per problem", remedy=f"use at least {k} samples"
         )

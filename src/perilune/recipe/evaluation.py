@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from perilune.errors import RequestError
 from perilune.recipe.resolve import resolve
 from perilune.recipe.schema import Recipe
 from perilune.recipe.source import Document
@@ -25,7 +26,11 @@ def make_evaluation_recipe(
     Raises:
         RequestError: when the environment or a field is wrong.
     """
-    section = dict(environment)
+    try:
+        section = dict(environment)
+    except (TypeError, ValueError):
+        what = f"{environment!r} is not a section of keys"
+        raise RequestError(what, where="environment", remedy="{'id': 'calculator'}") from None
     values = {key: value for key, value in fields.items() if value is not None}
     rewards = section.pop("rewards", {})
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", called or str(folder)).strip("-")

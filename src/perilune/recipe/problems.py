@@ -53,7 +53,7 @@ class ProblemsError(Exception):
 
 
 def name_character(name: str) -> str:
-    """Name the first character of a misspelled name that is not ASCII, because it may look like one that is."""
+    """Name the first character of a misspelled name that is not ASCII: it may look like one that is."""
     character = next((character for character in name if not character.isascii()), "")
     if not character:
         return ""

@@ -297,11 +297,11 @@ class _Server(uvicorn.Server):
         self._announce()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Finish open requests at the first signal, and exit at once at the second."""
-        if self._service.draining or self._loop is None:
+        """Finish open requests at the first signal, abort them at the second, and exit at the third."""
+        if self._loop is None or self.should_exit:
             self.should_exit = self.force_exit = True
         else:
-            self._loop.call_soon_threadsafe(self._begin_shutdown)
+            self._loop.call_soon_threadsafe(self._abort if self._service.draining else self._begin_shutdown)
 
     def _begin_shutdown(self) -> None:
         self._service.draining = True
@@ -313,6 +313,9 @@ class _Server(uvicorn.Server):
         # A paused server can no longer be resumed, so its requests would never finish.
         while self._service.answering and not thread.paused and now() < deadline:
             await asyncio.sleep(0.05)
+        self._abort()
+
+    def _abort(self) -> None:
         self._service.abort_all("the server was shut down")
         self.should_exit = True
 

@@ -207,6 +207,19 @@ def has_verdict(section: Mapping[str, Any]) -> bool:
     return declared is None or bool(declared(section))
 
 
+def require_section(spec: object) -> None:
+    """Refuse what is no section of an environment, such as an id without a section around it.
+
+    Raises:
+        RequestError: always then.
+    """
+    if not isinstance(spec, Mapping):
+        example = spec if isinstance(spec, str) else "calculator"
+        raise RequestError(
+            f"{spec!r} is not a section of keys", where="environment", remedy=f"{{'id': {example!r}}}"
+        )
+
+
 def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Environment:
     """Build the environment that `spec` describes: its `id` and the fields of that id.
 
@@ -221,6 +234,7 @@ def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Enviro
     Raises:
         RequestError: if the id is missing or unknown, or a field is unknown, missing or invalid.
     """
+    require_section(spec)
     factory = _find_factory(spec)
     model: type[BaseModel] | None = getattr(factory, "Spec", None)
     shared = (REWARDS, EPISODES_KEY, prompting.PROMPTING_KEY, managed_context.CONTEXT_KEY)
