@@ -172,11 +172,16 @@ def locked(path: Path, *, wait: float = 0.0, shared: bool = False) -> Iterator[b
 
     Yields:
         Whether that succeeded. It fails if another process holds the lock, or the folder does not exist.
+
+    Raises:
+        FileNotFoundError: when the folder does not exist and `wait` is math.inf.
     """
     kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait == math.inf else fcntl.LOCK_NB)
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except FileNotFoundError:
+        if wait == math.inf:
+            raise
         yield False
         return
     try:

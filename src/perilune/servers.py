@@ -36,7 +36,12 @@ class ServerError(Exception):
     @property
     def is_refusal(self) -> bool:
         """True if the request itself is wrong, so that another attempt is useless."""
-        return 300 <= self.status < 500 and self.status not in _RETRY_STATUSES
+        return 300 <= self.status < 500 and not self.may_pass
+
+    @property
+    def may_pass(self) -> bool:
+        """True if the server does not answer or is busy, so that another attempt may succeed."""
+        return self.status in (0, *_RETRY_STATUSES)
 
 
 class JsonClient:

@@ -10,7 +10,8 @@ import pytest
 from drill_cases import Command, wait_for
 from sqlalchemy import select
 
-from perilune.cli.inspect.run_table import live_stages, print_live
+from perilune.cli.inspect.run_table import live_stages, make_live_table
+from perilune.cli.output import make_console
 from perilune.control.record.store import Event, Run
 from perilune.control.runs.experiments import Control, open_experiment
 from perilune.control.runs.sweeps import SweepRunner, find_sweep
@@ -96,7 +97,8 @@ def test_arms_share_equal_stages_and_failed_arm_stops_no_other(
     monkeypatch.setenv("COLUMNS", "40")
     out = perilune("compare", document["sweep"])[1]
     assert "last.steps 1, seeds 1, total 2, difference baseline\n" in out
-    print_live(live_stages(control, 4, refresh=False))
+    console = make_console()
+    console.print(make_live_table(live_stages(control, 4, refresh=False), console.width))
     assert "  first, succeeded, try 1, time " in capsys.readouterr().out
 
 

@@ -130,6 +130,35 @@ def test_push_reports_unreachable_server(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(waits) == 5  # no wait after the last of six attempts
 
 
+def test_push_does_not_repeat_an_upload_after_an_error_of_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    methods = []
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        methods.append(request.method)
+        if request.method == "PUT":
+            return httpx.Response(500, json={"error": {"message": "no space left on device"}})
+        return httpx.Response(200, json={"data": [{"owned_by": "perilune"}], "received": 0})
+
+    client = httpx.Client
+    monkeypatch.setattr(httpx, "Client", lambda **of: client(transport=httpx.MockTransport(respond), **of))
+    remote = find_server("http://perilune:8000", None)
+    assert isinstance(remote, PeriluneServer)
+    (tmp_path / "update").write_bytes(b"12345")
+    with pytest.raises(WorkFailedError, match="no space left on device") as failure:
+        remote.send(tmp_path / "update", 2)
+    assert methods == ["GET", "GET", "PUT"] and str(failure.value).count("try:") == 1
+
+
+def test_push_of_an_incomplete_file_advises_to_repeat_the_command(server: Served) -> None:
+    remote = find_server(server.url, TOKEN)
+    assert isinstance(remote, PeriluneServer)
+    with pytest.raises(RequestError) as refused:
+        remote._http.json("POST", "/v1/weights", {"file": "0" * 64})
+    assert refused.value.remedy == "run the same command again"
+
+
 @pytest.mark.parametrize(
     "url", ["localhost:8000", "http://[::1", "http://host:port", "http://user:password@127.0.0.1:9"]
 )

@@ -114,7 +114,11 @@ class Settings:
     ] = "float32"
     dtype: Annotated[Literal["float32", "bfloat16"], Option(help="Dtype of the weights.")] = "float32"
     drain: Annotated[
-        float, Option(min=0, help="Maximum seconds to finish open requests after SIGTERM or Ctrl-C.")
+        float,
+        Option(
+            min=0,
+            help="Maximum seconds to finish open requests after SIGTERM or Ctrl-C. A second one aborts them.",
+        ),
     ] = 30.0
     stall: Annotated[
         float,

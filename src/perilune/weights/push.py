@@ -134,11 +134,12 @@ class PeriluneServer(WeightServer):
                     failures = 0
                 report(sent, total)
                 return
-            except WorkFailedError as error:
+            except _NoAnswerError as error:
                 failures += 1
                 if failures >= _MAX_ATTEMPTS:
                     raise WorkFailedError(
-                        f"the connection was lost at byte {sent:,} of {total:,}: {error}",
+                        f"the connection was lost at byte {sent:,} of {total:,}: {error.what}",
+                        where=error.where,
                         remedy="push again; the transfer resumes there",
                     ) from None
                 time.sleep(min(0.25 * 2**failures, _MAX_WAIT_S))
@@ -293,6 +294,10 @@ def _write_update(scratch: Path, folder: Path, base: Path | None, has: Mapping[s
     return writer.write(scratch / "update", load_tensors(folder, has["tensors"]), has["version"] + 1, finder)
 
 
+class _NoAnswerError(WorkFailedError):
+    """The server does not answer, or stays busy."""
+
+
 class _Http:
     """Requests to one server."""
 
@@ -320,7 +325,8 @@ class _Http:
             remedy = "check the address, and whether the server runs"
             if error.status or not options.get("retry", True):
                 remedy = "see the server's log, then push again; a paused server stays paused until then"
-            raise WorkFailedError(message, where=where, remedy=remedy) from None
+            kind = _NoAnswerError if error.may_pass else WorkFailedError
+            raise kind(message, where=where, remedy=remedy) from None
 
     def post(self, path: str, body: Mapping[str, Any]) -> None:
         """Send one request, without repeating it: the server may have carried it out."""
@@ -329,7 +335,7 @@ class _Http:
 
 def _missing_endpoint(path: str, answer: str) -> str:
     """Return the remedy for status 404."""
-    if "incomplete" in answer:
+    if "not arrived completely" in answer:
         return "run the same command again"
     if path.startswith(("/sleep", "/wake_up")):
         return (

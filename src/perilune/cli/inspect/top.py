@@ -28,8 +28,8 @@ def top(
 ) -> None:
     """Show running stages live: progress, metrics and time left, until Ctrl-C.
 
-    Runs continue when you exit. `perilune logs EXPERIMENT/STAGE` shows the log of one, `perilune explain` its
-    state.
+    Runs continue when you exit. Rows that do not fit into the terminal are left out (see --last).
+    `perilune logs EXPERIMENT/STAGE` shows the log of one, `perilune explain` its state.
 
     \b
     perilune top

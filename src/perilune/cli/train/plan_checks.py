@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 TEXT_TASKS = 32  # training tasks whose characters are checked
 COMPARED_TASKS = 256  # training tasks whose ids and lengths are compared
+PLAYED_TURNS = 1000  # turns after which an episode of empty answers is given up
 TEACHER_TASKS = 8  # training tasks that a teacher is tried on
 
 
@@ -195,10 +196,12 @@ def _auxiliary_warnings(job: Job) -> Iterator[str]:
     with Scorer(job.environment) as scorer:
         sessions = Sessions(scorer.processes, environment)
         (session,) = sessions.open([(next(environment.tasks("train", job.seed)), job.seed)])
-        while isinstance(result := session.result, Observation) and not result.done:
+        for _ in range(PLAYED_TURNS):
+            if not isinstance(result := session.result, Observation) or result.done:
+                break
             sessions.step([(session, [""] * len(result.due), True)])
             terms |= getattr(session.result, "terms", {}).keys()
-    if isinstance(result, Observation) and not result.truncated:
+    if isinstance(result, Observation) and result.done and not result.truncated:
         try:
             AuxiliaryRewards.model_validate(section).require_terms(terms)
         except RequestError as error:

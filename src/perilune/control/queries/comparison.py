@@ -243,7 +243,8 @@ def _list_figures(stages: Sequence[StageStatus], metric: str) -> str:
     """Return the names of the figures of the metric's stage, as the end of a message."""
     name = metric.partition(".")[0]
     summary = next((stage.summary for stage in stages if stage.name == name), {})
-    known = ", ".join(key for key in summary if _read_figure(stages, f"{name}.{key}"))
+    keys = [*summary, *(f"last.{key}" for key in summary.get("last") or {})]
+    known = ", ".join(key for key in keys if _read_figure(stages, f"{name}.{key}"))
     return f"; {name} has {known}" if known else ""
 
 
