@@ -122,17 +122,19 @@ def test_differences_are_paired_over_shared_tasks() -> None:
     assert tuple(comparison.differences["pass@1"]) == pytest.approx(bounds, abs=1e-4)
 
 
-def test_evaluations_of_disjoint_tasks_have_no_differences() -> None:
+@pytest.mark.parametrize("shared", [0, 30])
+def test_evaluations_of_different_tasks_have_no_differences(shared: int) -> None:
+    """The report shows the rates of all tasks, which a change over a part of them could contradict."""
     before = evaluation("b", correct_per_task=[[f"t{i}", 8, 2] for i in range(40)])
-    after = evaluation("a", correct_per_task=[[f"u{i}", 8, 6] for i in range(40)])
+    after = evaluation("a", correct_per_task=[[f"t{i + 40 - shared}", 8, 6] for i in range(40)])
     assert compare_evaluations(before, after).differences == {}
 
 
 def test_report_and_terminal_state_the_same_differences() -> None:
-    """Both leave a task with seven scored answers out of pass@8, and pair a small part of the tasks."""
-    shared = [["t0", 7, 2], *([f"t{i}", 8, i % 3] for i in range(1, 9))]
+    """Both leave a task with seven scored answers out of pass@8, and pair the common tasks."""
+    shared = [["t0", 7, 2], *([f"t{i}", 8, i % 3] for i in range(1, 30))]
     summaries = [
-        {"correct_per_task": [*shared, *([f"b{i}", 8, 1] for i in range(90))]},
+        {"correct_per_task": [*shared, ["b", 8, 1]]},
         {"correct_per_task": [*([task, n, 2 * right] for task, n, right in shared), ["a", 8, 8]]},
     ]
     report = compare_evaluations(*(evaluation(**row, **{"pass@8": 0.5}) for row in summaries))
@@ -142,7 +144,8 @@ def test_report_and_terminal_state_the_same_differences() -> None:
 
 
 def test_measure_of_one_evaluation_has_no_difference() -> None:
-    before, after = ({"correct_per_task": [["t0", 8, 2], *rows]} for rows in ([["t1", 1, 0]], []))
+    common = [[f"t{i}", 8, 2] for i in range(20)]
+    before, after = ({"correct_per_task": [*common, *rows]} for rows in ([["u", 1, 0]], []))
     both = [evaluation(**before), evaluation(**after, **{"pass@8": 0.5})]
     assert set(compare_evaluations(*both).differences) == {"pass@1"}
     assert write_headline(both, compare_evaluations(*both), None, []).title

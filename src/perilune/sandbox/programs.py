@@ -2,7 +2,7 @@
 
 A program is less confined than code in the sandbox, because it needs its packages, other programs and a
 server on this machine. The kernel denies it other files and TCP ports (Landlock) and every privilege, and
-limits its memory, CPU time and files. It inherits no environment variables, so it has no secrets.
+limits its memory, CPU time and files. It inherits no environment variables except PATH, so it has no secrets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from perilune.errors import RequestError
+from perilune.errors import RequestError, WorkFailedError
 from perilune.sandbox.folders import OwnedFolder
 from perilune.sandbox.landlock import can_limit_ports
 
@@ -185,6 +185,8 @@ class Programs:
                 socket.send_fds(self._control, [json.dumps(request).encode() + b"\n"], descriptors)
                 answer = self._answers.readline()
             os.close(their_report)
+            if not answer and not self._preload:
+                raise WorkFailedError("the process that starts programs has ended")
             if not answer:
                 raise RequestError(
                     f"the modules to preload cannot be imported: {', '.join(self._preload)}",

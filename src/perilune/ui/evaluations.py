@@ -10,6 +10,7 @@ from perilune.metrics.proportion import pass_at_k_change
 
 UNRECOGNIZED = "unrecognized"
 UNTRAINED = "untrained"  # label of a model with random weights
+MIN_SHARED_TASK_SHARE = 0.9  # share of the larger evaluation's tasks that a paired difference needs
 RARE_STRATEGY_SHARE = 0.01  # strategies with a smaller share of the answers are shown together
 ROUNDING_SHARE = 1e-6  # a share below this is rounding
 
@@ -136,11 +137,13 @@ def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
 
 
 def _paired_differences(before: Evaluation, after: Evaluation) -> dict[str, Interval]:
-    """Return the differences of the measures that both evaluations have."""
+    """Return the differences of the measures of both evaluations, if most of their tasks are common."""
     differences = {}
     for name in [name for name in after.measures if name in before.measures]:
         k = 1 if name == "greedy" else int(name.removeprefix("pass@"))
-        if paired := pass_at_k_change(_count_right(before, name), _count_right(after, name), k):
+        earlier, later = _count_right(before, name), _count_right(after, name)
+        paired = pass_at_k_change(earlier, later, k)
+        if paired and paired[1] > MIN_SHARED_TASK_SHARE * max(len(earlier), len(later)):
             differences[name] = paired[0]
     return differences
 

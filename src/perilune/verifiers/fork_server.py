@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -103,7 +104,9 @@ class Worker(ProcessSocket):
         """Close the worker's sessions and environment, unless this takes too long."""
         with contextlib.suppress(BrokenChannelError):
             self.send({"items": None})
-            self.receive(_END_TIMEOUT_S)
+            until = time.monotonic() + _END_TIMEOUT_S
+            while time.monotonic() < until and self.receive(until - time.monotonic()):
+                pass  # late answers to an interrupted call; the last answer is empty
 
     def close(self) -> None:
         try:

@@ -5,6 +5,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -119,12 +120,14 @@ class EnvironmentProcess:
 
     def close(self) -> None:
         """Close the sessions and the environment, and end the process. The next call starts a new one."""
-        if self._session_worker is not None:
-            self._session_worker.close_environment()
-            self._session_worker.close()
-        if self._server is not None:
-            self._server.close()
-        self._server = self._session_worker = None
+        worker, self._session_worker = self._session_worker, None
+        server, self._server = self._server, None
+        with ExitStack() as stack:  # runs all of them, also if the user interrupts one
+            if server is not None:
+                stack.callback(server.close)
+            if worker is not None:
+                stack.callback(worker.close)
+                worker.close_environment()
 
     def _is_rescoring_due(self, rewards: Mapping[int, float]) -> bool:
         """Return whether the batch has the highest mean reward so far, or is drawn at random."""

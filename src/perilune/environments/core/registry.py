@@ -415,7 +415,8 @@ def section_error(
         return RequestError(
             f"the field '{key}' is missing", where=where, remedy=_describe_field(model, first["loc"])
         )
-    return RequestError(f"{key}: {first['msg']}", where=where)
+    what = first["msg"].removeprefix("Value error, ")
+    return RequestError(f"{key}: {what}" if key else what, where=where)
 
 
 def _describe_field(model: type[BaseModel], location: tuple[int | str, ...]) -> str:
