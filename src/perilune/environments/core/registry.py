@@ -208,10 +208,10 @@ def has_verdict(section: Mapping[str, Any]) -> bool:
 
 
 def require_section(spec: object) -> None:
-    """Refuse what is no section of an environment, such as an id without a section around it.
+    """Check that `spec` is a section of keys, and not for example an id alone.
 
     Raises:
-        RequestError: always then.
+        RequestError: when it is not.
     """
     if not isinstance(spec, Mapping):
         example = spec if isinstance(spec, str) else "calculator"
