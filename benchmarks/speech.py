@@ -8,9 +8,9 @@ the time from the request to the last sample, divided by the duration of the spe
 at which a listener, who starts with the first samples, has to wait for the next ones. The first round warms
 up and is not counted.
 
-The benchmark measures the pipeline twice: alone, in CPU time, which excludes other programs; and behind
-`perilune serve`, as a client sees it, in elapsed time, which depends on the load of the machine. Writes
-results/speech.json.
+The benchmark measures the pipeline alone, in CPU time, which excludes other programs, and behind
+`perilune serve`, as a client sees it, in elapsed time, which depends on the load of the machine. Both read
+the whole text before they speak, or one token of it with each frame. Writes results/speech.json.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,9 +100,9 @@ def save_random_model(folder: Path) -> None:
     save_speech_model(folder, model)
 
 
-def speak_together(speaker: Speaker, text: str, seeds: range) -> list[SpeechTimes]:
+def speak_together(speaker: Speaker, utterance: Utterance, seeds: range) -> list[SpeechTimes]:
     """The times of utterances that start together."""
-    requests = [speaker.request(Utterance(text), seed) for seed in seeds]
+    requests = [speaker.request(utterance, seed) for seed in seeds]
     for request in requests:
         speaker.pipeline.add(request)
     times = []
@@ -111,13 +111,13 @@ def speak_together(speaker: Speaker, text: str, seeds: range) -> list[SpeechTime
     return times
 
 
-def measure_alone(folder: Path, text: str, rounds: int) -> dict[str, dict[str, Any]]:
+def measure_alone(folder: Path, utterance: Utterance, rounds: int) -> dict[str, dict[str, Any]]:
     """Measure the pipeline in this process, in CPU time."""
     speaker = Speaker(load_speech_model(folder), clock=time.process_time)
     times: dict[int, list[SpeechTimes]] = {streams: [] for streams in STREAMS}
     for turn in range(-1, rounds):
         for streams in STREAMS:
-            spoken = speak_together(speaker, text, range(100 * turn + 100, 100 * turn + 100 + streams))
+            spoken = speak_together(speaker, utterance, range(100 * turn + 100, 100 * turn + 100 + streams))
             times[streams] += spoken if turn >= 0 else []
     return {
         f"{streams} stream{'s' * (streams > 1)}": summary(
@@ -138,10 +138,9 @@ class Heard:
     underruns: int
 
 
-async def listen(client: httpx.AsyncClient, name: str, text: str, seed: int, rate: int) -> Heard:
-    body = {"model": name, "input": text, "seed": seed, "response_format": "pcm"}
+async def listen(client: httpx.AsyncClient, body: dict[str, Any], seed: int, rate: int) -> Heard:
     began, first, until, received, underruns = time.perf_counter(), 0.0, 0.0, 0, 0
-    async with client.stream("POST", "/v1/audio/speech", json=body) as answer:
+    async with client.stream("POST", "/v1/audio/speech", json=body | {"seed": seed}) as answer:
         assert answer.status_code == 200, await answer.aread()
         async for piece in answer.aiter_raw():
             now = time.perf_counter()
@@ -163,21 +162,24 @@ def first_codes(client: httpx.Client) -> tuple[float, float]:
     )
 
 
-async def round_of(url: str, name: str, text: str, seeds: range, rate: int) -> list[Heard]:
+async def round_of(url: str, body: dict[str, Any], seeds: range, rate: int) -> list[Heard]:
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
-        return list(await asyncio.gather(*(listen(client, name, text, seed, rate) for seed in seeds)))
+        return list(await asyncio.gather(*(listen(client, body, seed, rate) for seed in seeds)))
 
 
-def measure_served(url: str, text: str, rounds: int) -> dict[str, dict[str, Any]]:
+def measure_served(url: str, utterance: Utterance, rounds: int) -> dict[str, dict[str, Any]]:
+    """Measure `perilune serve` as its clients see it, in elapsed time."""
     with httpx.Client(base_url=url, timeout=60) as client:
         voices = client.get("/v1/audio/voices").json()
+        body = {"model": voices["model"], "input": utterance.text, "response_format": "pcm"}
+        body["non_streaming_mode"] = not utterance.streamed_text
         heard: dict[int, list[Heard]] = {streams: [] for streams in STREAMS}
         codes: dict[int, list[float]] = {streams: [] for streams in STREAMS}
         for turn in range(-1, rounds):
             for streams in STREAMS:
                 before = first_codes(client)
                 seeds = range(100 * turn + 100, 100 * turn + 100 + streams)
-                results = asyncio.run(round_of(url, voices["model"], text, seeds, voices["sample_rate"]))
+                results = asyncio.run(round_of(url, body, seeds, voices["sample_rate"]))
                 after = first_codes(client)
                 if turn >= 0:
                     heard[streams] += results
@@ -218,7 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--served-rounds", type=int, default=1)
+    parser.add_argument("--served-rounds", type=int, default=5)
     parser.add_argument("--text", default=TEXT)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -226,26 +228,40 @@ def main() -> None:
         folder = arguments.folder or Path(scratch) / "speech"
         if arguments.folder is None:
             save_random_model(folder)
-        alone = measure_alone(folder, arguments.text, arguments.rounds)
+        texts = {
+            "text read first": Utterance(arguments.text),
+            "text read with the frames": Utterance(arguments.text, streamed_text=True),
+        }
+        alone = {name: measure_alone(folder, text, arguments.rounds) for name, text in texts.items()}
         with server(folder) as url:
-            served = measure_served(url, arguments.text, arguments.served_rounds)
+            served = {
+                name: measure_served(url, text, arguments.served_rounds) for name, text in texts.items()
+            }
         write(alone, served, folder, random=arguments.folder is None)
 
 
-def write(alone: dict[str, Any], served: dict[str, Any], folder: Path, *, random: bool) -> None:
+Tables = Mapping[str, Mapping[str, Mapping[str, Any]]]
+"""Measurements by way of reading the text, number of streams, and name."""
+
+
+def write(alone: Tables, served: Tables, folder: Path, *, random: bool) -> None:
     model = load_speech_model(folder)
     codec = model.config.codec
     processor = describe_machine()["processor"]
     first = "first audio, ms, p50"
-    ratio = round(alone["8 streams"][first] / alone["1 stream"][first], 2)
+    ratios = {
+        name: round(table["8 streams"][first] / table["1 stream"][first], 2) for name, table in alone.items()
+    }
     document = {
         "title": "Streaming speech: latency by number of streams",
         "about": "All utterances of a row start at the same time.\n\n* The *real-time factor* is the time "
         "from the request to the last sample, divided by the duration of the speech. Below 1, speech is "
-        "generated faster than it plays.\n* *First code* and *first audio* are the times from the "
-        "request.\n* An *underrun* is a moment at which the listener waits for samples.\n* *The pipeline "
-        "alone* gives CPU time, which excludes other programs on the machine. *Perilune serve* gives "
-        "elapsed time, at the load of the machine given in *Setting*.",
+        "generated faster than it plays.\n* *Text read first*: the model reads the whole text before it "
+        "speaks. *Text read with the frames*: it reads one token of the text with each frame "
+        "(`non_streaming_mode: false`), so its prompt is shorter.\n* *First code* and *first audio* are the "
+        "times from the request.\n* An *underrun* is a moment at which the listener waits for samples.\n"
+        "* *The pipeline alone* gives CPU time, which excludes other programs on the machine. *Perilune "
+        "serve* gives elapsed time, at the load of the machine given in *Setting*.",
         "command": "python benchmarks/speech.py",
         "machine": {
             "processor": processor["model"],
@@ -260,9 +276,9 @@ def write(alone: dict[str, Any], served: dict[str, Any], folder: Path, *, random
             "frames per second": round(1 / codec.frame_seconds, 2),
             "codes per frame": codec.codebooks,
         },
-        "the pipeline alone, in CPU time": alone,
-        "perilune serve, in elapsed time": served,
-        "first audio with 8 streams / with 1, in CPU time": ratio,
+        **{f"the pipeline alone, in CPU time, {name}": table for name, table in alone.items()},
+        **{f"perilune serve, in elapsed time, {name}": table for name, table in served.items()},
+        "first audio with 8 streams / with 1, in CPU time": ratios,
     }
     RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(document, indent=1))
