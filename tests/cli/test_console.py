@@ -5,7 +5,7 @@ import io
 import pytest
 
 from perilune.cli.console import LiveBars, PlainLines, format_metric, format_metrics, make_stage_progress
-from perilune.cli.units import format_duration
+from perilune.units import format_duration
 
 
 @pytest.mark.parametrize(

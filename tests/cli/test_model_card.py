@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from perilune.cli.inspect.cache_curve import curve_svg
-from perilune.cli.units import format_count, format_flops, format_size
 from perilune.models.card.document import curve_tokens
 from perilune.models.card.from_config import model_card
 from perilune.models.memory import plan_memory
+from perilune.units import format_count, format_flops, format_size
 
 QWEN3_0_6B: dict[str, Any] = {
     "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,

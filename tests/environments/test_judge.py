@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from judge_server import judging, obedient, section, sound
 
-from perilune.cli.data.audit import distinct_environments
 from perilune.environments import make_environment
 from perilune.environments.core.protocol import Failure, Score, Transcript
 from perilune.errors import RequestError
+from perilune.plan.checks import distinct_environments
 from perilune.recipe.load import load_recipe
 from perilune.verifiers.audit import audit_reward
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from perilune.cli.train.plan import derive_plans
-from perilune.cli.train.plan_checks import check_weights
 from perilune.errors import RequestError
+from perilune.plan.checks import check_weights
 from perilune.recipe.load import load_recipe
 from perilune.recipe.schema import Recipe
 

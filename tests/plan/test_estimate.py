@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from perilune.cli.start import calibration as calibration_module
-from perilune.cli.start.calibration import (
+from perilune.cli.train.plan import describe_time, print_estimate
+from perilune.control.runs.experiments import Control
+from perilune.control.runs.templates import Template
+from perilune.data.sources import Row
+from perilune.environments import Score, Transcript, make_environment
+from perilune.models.checkpoints.loading import new_model
+from perilune.models.text.tokenizer import Tokenizer
+from perilune.plan.calibration import (
     Calibration,
     Overhead,
     Speed,
@@ -19,7 +26,7 @@ from perilune.cli.start.calibration import (
     load_calibration,
     save_calibrations,
 )
-from perilune.cli.train.estimate import (
+from perilune.plan.estimate import (
     Estimate,
     compare_with_estimate,
     estimate,
@@ -27,16 +34,9 @@ from perilune.cli.train.estimate import (
     save_estimate,
     sum_estimates,
 )
-from perilune.cli.train.lengths import ExpectedLengths, _use_last_run
-from perilune.cli.train.plan import describe_time, print_estimate
-from perilune.cli.train.trial import Lengths, child_processor_seconds, lengths_of_rows
-from perilune.cli.train.work import count_work
-from perilune.control.runs.experiments import Control
-from perilune.control.runs.templates import Template
-from perilune.data.sources import Row
-from perilune.environments import Score, Transcript, make_environment
-from perilune.models.checkpoints.loading import new_model
-from perilune.models.text.tokenizer import Tokenizer
+from perilune.plan.lengths import ExpectedLengths, _use_last_run
+from perilune.plan.trial import Lengths, child_processor_seconds, lengths_of_rows
+from perilune.plan.work import count_work
 from perilune.recipe.load import load_recipe
 from perilune.recipe.schema import Recipe, build_job
 
@@ -121,7 +121,7 @@ def test_estimate_has_a_range_when_lengths_may_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("perilune.cli.train.trial.processor_seconds", lambda: 0.0)  # the trial takes no time
+    monkeypatch.setattr("perilune.plan.trial.processor_seconds", lambda: 0.0)  # the trial takes no time
     control, recipe = Control(), load_pens_recipe(tmp_path)
     assert estimate(control, recipe, {}) == {}
     saved = calibration(sampled=1.0, start=100.0)
@@ -191,7 +191,7 @@ def test_estimate_takes_lengths_from_a_finished_run(tmp_path: Path, monkeypatch:
     steps = [{"step": number, "length": 6.0, "tokens": 24} for number in (1, 2)]
     lines = [{"step": 0, "eval/heldout/pass@1": 0.5}, *steps]
     (artifacts / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    monkeypatch.setattr("perilune.cli.train.lengths.find_finished_run", lambda *_: tmp_path)
+    monkeypatch.setattr("perilune.plan.lengths.find_finished_run", lambda *_: tmp_path)
     control: Any = SimpleNamespace()
     last = _use_last_run(control, "pens", job, ExpectedLengths(LENGTHS, LENGTHS, (0.5, 1.0)))
     assert (last.low, last.low.sampled, last.low.fed, last.low.longest) == (last.high, 6.0, 8.0, 8.0)

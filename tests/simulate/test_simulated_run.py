@@ -297,8 +297,8 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_simulate_needs_a_calibration_of_this_machine(recipe: str) -> None:
-    from perilune.cli.start.calibrate import describe_machine
     from perilune.control.record.home import Home
+    from perilune.plan.simulation_calibration import describe_machine
     from perilune.recipe.load import load_recipe
     from perilune.simulate.times import engine_digest, model_digest
 

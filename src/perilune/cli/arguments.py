@@ -27,7 +27,6 @@ RUN_HELP = (
     "A run: its id, the first characters of its id, EXPERIMENT/STAGE, or a stage of the latest experiment."
 )
 
-MAX_COUNTED_TASKS = 4096  # tasks that are made to count those of an environment, which may have no end
 
 WHERE_HELP = (
     "Names: reward, truncated, failure, finish_reason, step, tokens, sampled, text, environment, task_id, "

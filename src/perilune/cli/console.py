@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Self, TextIO
 
 from perilune.cli.output import format_for_terminal
-from perilune.cli.units import format_duration
 from perilune.terminal import escape_control
+from perilune.units import format_duration
 
 if TYPE_CHECKING:
     from rich.progress import TaskID

@@ -351,8 +351,8 @@ def run_on_sums(recipe: str) -> Iterator[dict[str, Any]]:
 
 def _scorer_start_seconds(section: Mapping[str, Any]) -> float:
     """Return the processor seconds until the scorer's process of an environment has scored an answer."""
-    from perilune.cli.train.trial import child_processor_seconds
     from perilune.environments import Transcript, make_environment
+    from perilune.plan.trial import child_processor_seconds
     from perilune.verifiers import Scorer
 
     task = next(make_environment(section).tasks("train", 0))

@@ -17,24 +17,34 @@ from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.plugin import load_plugin
 from perilune.bundle.remote.runner import OPTIMIZER
-from perilune.cli.arguments import MAX_COUNTED_TASKS
 from perilune.environments.core.protocol import Failure, Observation, Transcript
-from perilune.environments.core.registry import REWARDS, make_environment, part_sections
+from perilune.environments.core.registry import REWARDS, make_environment, part_sections, scoring_sections
 from perilune.environments.core.rewards import VERIFIER_TERM
 from perilune.errors import RequestError
 from perilune.extensions import is_file_reference
 from perilune.files import canonical_json
-from perilune.recipe.schema import MODEL
+from perilune.recipe.schema import MODEL, add_rewards
 
 if TYPE_CHECKING:
     from perilune.bundle.job import Job
     from perilune.environments.core.protocol import Split, Task
     from perilune.recipe.schema import Recipe, Stage
 
+MAX_COUNTED_TASKS = 4096  # tasks that are made to count those of an environment, which may have no end
 TEXT_TASKS = 32  # training tasks whose characters are checked
 COMPARED_TASKS = 256  # training tasks whose ids and lengths are compared
 PLAYED_TURNS = 1000  # turns after which an episode of empty answers is given up
 TEACHER_TASKS = 8  # training tasks that a teacher is tried on
+
+
+def distinct_environments(recipe: Recipe) -> list[dict[str, Any]]:
+    """Return the distinct environment sections of a recipe's jobs; parts of a mixture are sections too."""
+    sections: list[dict[str, Any]] = []
+    for stage in recipe.stages:
+        if environment := stage.environment or recipe.environment:
+            for section in scoring_sections(add_rewards(environment, recipe.rewards)):
+                sections += [] if section in sections else [dict(section)]
+    return sections
 
 
 def check_texts(recipe: Recipe) -> None:
@@ -47,7 +57,6 @@ def check_texts(recipe: Recipe) -> None:
     """
     if recipe.model is None or recipe.model.tokenizer in ("bytes", "bpe"):
         return
-    from perilune.cli.data.audit import distinct_environments
     from perilune.data.texts import find_missing_character, read_environment_texts
     from perilune.models.text.template_facts import recipe_tokenizer
 

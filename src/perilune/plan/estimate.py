@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.machine import usable_threads
 from perilune.bundle.plugin import file_fields, load_plugin
-from perilune.cli.start.calibration import Calibration, Overhead, load_calibration
-from perilune.cli.units import format_duration, format_size
 from perilune.errors import RequestError
 from perilune.files import read_json, write_json
+from perilune.plan.calibration import Calibration, Overhead, load_calibration
 from perilune.recipe.schema import build_job
+from perilune.units import format_duration, format_size
 
 if TYPE_CHECKING:
     from perilune.bundle.job import Job, Resources
-    from perilune.cli.train.lengths import ExpectedLengths
-    from perilune.cli.train.trial import Trial
     from perilune.control.runs.experiments import Control
     from perilune.models.narrow import Precision
     from perilune.models.text.tokenizer import Tokenizer
+    from perilune.plan.lengths import ExpectedLengths
+    from perilune.plan.trial import Trial
     from perilune.recipe.schema import Recipe
 
 ESTIMATE_FILE = "estimate.json"  # file in the folder of an experiment
@@ -88,9 +88,9 @@ def estimate(control: Control, recipe: Recipe, trial_cache: TrialCache) -> dict[
     calibration = load_calibration(control.home.root, device_name(recipe.resources))
     if calibration is None or recipe.model is None:
         return {}
-    from perilune.cli.train.lengths import estimate_lengths
     from perilune.models.memory import get_model_card
     from perilune.models.text.template_facts import recipe_tokenizer
+    from perilune.plan.lengths import estimate_lengths
     from perilune.tasks.stage.memory_plan import section_config
 
     model = recipe.model.model_dump()
@@ -112,7 +112,7 @@ def estimate(control: Control, recipe: Recipe, trial_cache: TrialCache) -> dict[
 
 def run_trials(recipe: Recipe, tokenizer: Tokenizer, trial_cache: TrialCache) -> dict[str, Trial]:
     """Try the environment of each stage, once for each pair of environment and teacher."""
-    from perilune.cli.train.trial import try_environment
+    from perilune.plan.trial import try_environment
 
     jobs = {stage.name: build_job(recipe, stage) for stage in recipe.stages}
     teachers = [job for job in jobs.values() if job.task == "collect"]
@@ -154,7 +154,7 @@ def _unit_seconds(
 def _estimate_stage(
     job: Job, expected: ExpectedLengths, times: Mapping[str, float], overhead: Overhead
 ) -> Estimate | None:
-    from perilune.cli.train.work import count_work
+    from perilune.plan.work import count_work
 
     start = overhead.stages.get(OVERHEAD_OF.get(job.task, job.task))
     ends = list(zip((expected.low, expected.high), expected.live, strict=True))

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 from sqlalchemy import select
 
 from perilune.bundle.plugin import file_fields, load_plugin
-from perilune.cli.train.trial import MAX_ROWS, Lengths, Trial, lengths_of_rows
 from perilune.control.record.store import Experiment, Run
 from perilune.control.record.transitions import RunState
 from perilune.data.sources import read_rows
 from perilune.files import read_json, read_json_lines
+from perilune.plan.trial import MAX_ROWS, Lengths, Trial, lengths_of_rows
 from perilune.recipe.schema import MODEL, build_job
 
 if TYPE_CHECKING:

@@ -7,9 +7,6 @@ from typing import Any
 
 from perilune.bundle.job import Job
 from perilune.bundle.machine import usable_threads
-from perilune.cli.start.calibrate import describe_machine
-from perilune.cli.train.estimate import device_name, run_trials
-from perilune.cli.train.lengths import estimate_lengths, find_finished_run
 from perilune.control.runs.experiments import Control
 from perilune.environments.core.registry import REWARDS
 from perilune.environments.core.rewards import VERIFIER_TERM
@@ -18,6 +15,9 @@ from perilune.metrics.training import STEP_PARTS
 from perilune.models.memory import get_model_card
 from perilune.models.text.template_facts import recipe_tokenizer
 from perilune.models.text.tokenizer import Tokenizer
+from perilune.plan.estimate import device_name, run_trials
+from perilune.plan.lengths import estimate_lengths, find_finished_run
+from perilune.plan.simulation_calibration import describe_machine
 from perilune.recipe.schema import Recipe, Stage, build_job
 from perilune.simulate.asynchronous import simulate_run
 from perilune.simulate.engine import SimulatedEngine, SimulatedModel

@@ -9,7 +9,7 @@ from perilune.environments.core.registry import make_environment
 
 if TYPE_CHECKING:
     from perilune.bundle.job import Job
-    from perilune.cli.train.trial import Lengths
+    from perilune.plan.trial import Lengths
 
 BLOCK_TOKENS = 16  # tokens in a block of the engine's cache
 SLOTS = 256  # episodes that the engine samples at once

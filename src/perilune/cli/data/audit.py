@@ -14,12 +14,13 @@ from perilune.cli.arguments import Json
 from perilune.cli.output import as_markup, echo, make_console, print_json
 from perilune.control.evidence.reward_grades import read_grade, store_grade
 from perilune.control.record.home import Home
-from perilune.environments.core.registry import file_fields, part_sections, scoring_sections
+from perilune.environments.core.registry import file_fields, part_sections
 from perilune.errors import RequestError, WorkFailedError
 from perilune.extensions import is_file_reference
 from perilune.files import read_regular, write_json
+from perilune.plan.checks import distinct_environments
 from perilune.recipe.load import load_recipe
-from perilune.recipe.schema import Recipe, add_rewards
+from perilune.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from perilune.verifiers.audit import Audit, Example
@@ -76,16 +77,6 @@ def load_recipe_environments(name: str, changes: Sequence[str]) -> list[dict[str
     sections = distinct_environments(load_recipe(name, changes))
     if not sections:
         raise RequestError("the recipe has no environment, so it has no reward to audit", where=name)
-    return sections
-
-
-def distinct_environments(recipe: Recipe) -> list[dict[str, Any]]:
-    """Return the distinct environment sections of a recipe's jobs; parts of a mixture are sections too."""
-    sections: list[dict[str, Any]] = []
-    for stage in recipe.stages:
-        if environment := stage.environment or recipe.environment:
-            for section in scoring_sections(add_rewards(environment, recipe.rewards)):
-                sections += [] if section in sections else [dict(section)]
     return sections
 
 

@@ -13,7 +13,6 @@ import typer
 from pydantic import BaseModel
 
 from perilune.cli.arguments import (
-    MAX_COUNTED_TASKS,
     EnvironmentFields,
     Json,
     SplitOption,
@@ -39,6 +38,7 @@ from perilune.environments.core.registry import (
 from perilune.environments.core.replay import replay_conversation
 from perilune.errors import RequestError, WorkFailedError
 from perilune.extensions import is_file_reference
+from perilune.plan.checks import MAX_COUNTED_TASKS
 from perilune.recipe.load import bundled_recipes
 from perilune.recipe.reward_files import load_reward_terms, read_source_file
 from perilune.recipe.source import parse_yaml

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
-from perilune.cli.units import format_size, format_tokens
+from perilune.units import format_size, format_tokens
 
 
 def curve_svg(curve: Sequence[Mapping[str, Any]], title: str) -> str:

@@ -18,9 +18,9 @@ from perilune.cli.arguments import (
 from perilune.cli.inspect.gallery import gallery
 from perilune.cli.inspect.model_card import card
 from perilune.cli.output import as_markup, echo, make_console, print_json
-from perilune.cli.units import format_size
 from perilune.errors import RequestError
 from perilune.models.store import StoredModel, find_stored_model, list_stored_models, remove_model
+from perilune.units import format_size
 
 app = make_command_group("Fetch, list, describe and export models.")
 

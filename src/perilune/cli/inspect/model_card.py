@@ -9,10 +9,10 @@ import typer
 from perilune.cli.arguments import Json, check_output_file
 from perilune.cli.inspect.cache_curve import curve_svg
 from perilune.cli.output import echo, print_json
-from perilune.cli.units import format_count, format_flops, format_size
 from perilune.errors import RequestError
 from perilune.files import read_json, write_atomic
 from perilune.models.card.model_card import ITEM_BYTES
+from perilune.units import format_count, format_flops, format_size
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 

@@ -14,7 +14,7 @@ from perilune.cli.arguments import (
     require_packages,
 )
 from perilune.cli.output import echo, print_json
-from perilune.cli.units import format_size
+from perilune.units import format_size
 
 
 def push(

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from perilune.cli.output import NARROW_COLUMNS, as_markup, make_console, wrap_text
-from perilune.cli.units import format_duration
+from perilune.units import format_duration
 
 if TYPE_CHECKING:
     from perilune.control.queries.lookup import StageStatus

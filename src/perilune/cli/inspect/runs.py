@@ -79,7 +79,7 @@ def show(run: RunArgument, as_json: Json = False) -> None:
     perilune show rl
     perilune show quickstart/rl --json
     """
-    from perilune.cli.train.estimate import compare_with_estimate, load_estimate
+    from perilune.plan.estimate import compare_with_estimate, load_estimate
 
     control = open_control()
     document = show_document(control, run)

@@ -11,11 +11,11 @@ import typer
 
 from perilune.cli.arguments import Json, make_command_group, open_control
 from perilune.cli.output import as_markup, echo, make_console, print_json
-from perilune.cli.units import format_duration
 from perilune.control.record.home import Home
 from perilune.control.record.transitions import AttemptState
 from perilune.errors import PeriluneError, RequestError
 from perilune.plural import plural
+from perilune.units import format_duration
 
 if TYPE_CHECKING:
     from perilune.control.machines.lifecycle import Fleet

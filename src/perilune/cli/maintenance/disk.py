@@ -11,10 +11,10 @@ import typer
 
 from perilune.cli.arguments import Json, open_control
 from perilune.cli.output import as_markup, echo, make_console, print_json
-from perilune.cli.units import format_size
 from perilune.control.record.home import Home
 from perilune.errors import RequestError
 from perilune.plural import plural
+from perilune.units import format_size
 
 if TYPE_CHECKING:
     from perilune.control.evidence.disk import DiskUsage, Removable

@@ -14,7 +14,6 @@ import typer
 from perilune.bundle.machine import describe_machine, observe_machine, usable_threads
 from perilune.cli.arguments import Json
 from perilune.cli.output import echo, format_for_terminal, make_console, print_json
-from perilune.cli.start.calibration import calibrate_devices, save_calibrations
 from perilune.control.record.home import Home
 from perilune.engine.openvino_package import list_devices
 from perilune.errors import RequestError, WorkFailedError
@@ -26,12 +25,13 @@ from perilune.execution.readiness import (
     package_versions,
 )
 from perilune.models.native.build import native
+from perilune.plan.calibration import calibrate_devices, save_calibrations
 from perilune.plural import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from perilune.cli.start.calibration import Calibration
+    from perilune.plan.calibration import Calibration
 
 MEASUREMENT_SECONDS = 10.0  # seconds to measure the sampling speed, and again to calibrate each device
 BUSY_SHARE = 0.5  # load per core from which a calibration is too slow

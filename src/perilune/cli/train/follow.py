@@ -6,7 +6,6 @@ from contextlib import contextmanager, suppress
 
 from perilune.cli.console import LiveBars, PlainLines, make_stage_progress
 from perilune.cli.train.trackers import LAST_SECONDS, Trackers
-from perilune.cli.units import format_duration
 from perilune.control.runs import progress as events
 from perilune.control.runs.experiments import Control, advance, plan_stages
 from perilune.control.runs.progress import explain_failure
@@ -15,6 +14,7 @@ from perilune.control.runs.templates import Template
 from perilune.errors import PeriluneError, RequestError
 from perilune.metrics.training import describe_training
 from perilune.recipe.schema import Recipe
+from perilune.units import format_duration
 
 
 def follow(

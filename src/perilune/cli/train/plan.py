@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 from perilune.bundle.machine import require_device, require_memory
 from perilune.bundle.plugin import MemoryNeed, load_plugin
 from perilune.cli.output import format_for_terminal
-from perilune.cli.train.plan_checks import (
+from perilune.environments.core.registry import REWARDS
+from perilune.environments.core.rewards import CALL_ERROR_PREFIX
+from perilune.errors import RequestError
+from perilune.files import canonical_json
+from perilune.plan.checks import (
     check_heldout,
     check_job,
     check_optimizer,
@@ -16,19 +20,15 @@ from perilune.cli.train.plan_checks import (
     check_weights,
     find_scoring_failure,
 )
-from perilune.cli.units import format_duration, format_size
-from perilune.environments.core.registry import REWARDS
-from perilune.environments.core.rewards import CALL_ERROR_PREFIX
-from perilune.errors import RequestError
-from perilune.files import canonical_json
 from perilune.recipe.schema import MODEL, build_job
 from perilune.recipe.tokenizers import find_foreign_character
+from perilune.units import format_duration, format_size
 
 if TYPE_CHECKING:
     from perilune.bundle.job import Job
-    from perilune.cli.train.estimate import Estimate
     from perilune.control.queries.forecast import CostForecast, Forecast, StageForecast
     from perilune.control.runs.templates import Template
+    from perilune.plan.estimate import Estimate
     from perilune.recipe.schema import Recipe, Stage
 
 ResultT = TypeVar("ResultT")
@@ -108,7 +108,7 @@ def _derive_stage(recipe: Recipe, stage: Stage, template: Template | None) -> di
 
 def _try_reward_functions(recipe: Recipe) -> None:
     """Load the recipe's reward functions as a run does, in a confined process, and score one answer."""
-    from perilune.cli.data.audit import distinct_environments
+    from perilune.plan.checks import distinct_environments
 
     for section in distinct_environments(recipe):
         if any(isinstance(term, Mapping) for term in section.get(REWARDS, {}).values()):
@@ -162,7 +162,7 @@ def runs_in_local_process(template: Template | None) -> bool:
 
 def describe_time(recipe: Recipe, estimated: Mapping[str, Estimate], template: Template | None) -> str:
     """Return the time and memory of all stages together, or the reason why they are unknown."""
-    from perilune.cli.train.estimate import sum_estimates
+    from perilune.plan.estimate import sum_estimates
 
     if not runs_in_local_process(template):
         return "unknown: only times on this machine are estimated. `perilune simulate` predicts others"
@@ -176,8 +176,8 @@ def print_estimate(
     recipe: Recipe, estimated: Mapping[str, Estimate], template: Template | None, out: TextIO
 ) -> None:
     """Print the time, memory and cost of all stages together, or the reason why they are unknown."""
-    from perilune.cli.train.estimate import sum_estimates
     from perilune.control.machines.leases import compute_cost
+    from perilune.plan.estimate import sum_estimates
 
     if recipe.model is None:
         return

@@ -18,8 +18,8 @@ from perilune.metrics.training import describe_training
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from perilune.cli.train.estimate import Estimate
     from perilune.control.queries.lookup import StageStatus
+    from perilune.plan.estimate import Estimate
     from perilune.recipe.schema import Recipe, Stage
 
 OMITTED_KEYS = ("kind", "correct_per_task")  # left out of an evaluation's summary; the run has them
@@ -37,7 +37,7 @@ def results_document(
     estimated: Mapping[str, Estimate] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return all results as one JSON document. `stages` are those of `recipe`, in the same order."""
-    from perilune.cli.train.estimate import compare_with_estimate
+    from perilune.plan.estimate import compare_with_estimate
 
     summaries = {stage.name: stage.summary for stage in stages}
     return {

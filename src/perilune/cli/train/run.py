@@ -19,12 +19,12 @@ from perilune.control.record.home import Home, has_daemon
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
-    from perilune.cli.train.estimate import Estimate, TrialCache
     from perilune.control.queries.forecast import Forecast
     from perilune.control.queries.lookup import StageStatus
     from perilune.control.runs.experiments import Control
     from perilune.control.runs.progress import StageStarted
     from perilune.control.runs.templates import Template
+    from perilune.plan.estimate import Estimate, TrialCache
     from perilune.recipe.schema import Recipe
 
 SLOW_CHECK = "still checking the recipe and the tasks of its environment; Ctrl-C stops"
@@ -164,8 +164,8 @@ def estimate_locally(
     Args:
         trial_cache: trials of environments, to share them between recipes.
     """
-    from perilune.cli.train.estimate import estimate
     from perilune.cli.train.plan import runs_in_local_process
+    from perilune.plan.estimate import estimate
 
     if not runs_in_local_process(template):
         return {}
@@ -188,9 +188,9 @@ def run_stages(
         rerun: the command line that runs it again.
         changes: the overrides that the recipe was loaded with.
     """
-    from perilune.cli.train.estimate import save_estimate
     from perilune.control.runs.experiments import open_experiment
     from perilune.models.native.build import missing_kernels_message, native
+    from perilune.plan.estimate import save_estimate
 
     if template is None and recipe.model is not None and native().library is None:
         sys.stderr.write(f"{missing_kernels_message(native().reason)}\n")
@@ -207,9 +207,9 @@ def plan_document(
     ahead: Forecast,
 ) -> dict[str, Any]:
     from perilune.cli.data.audit import load_grades
-    from perilune.cli.train.estimate import estimate_document
     from perilune.cli.train.plan import describe_time, describe_tokenizer
     from perilune.control.queries.lookup import rename_run_id
+    from perilune.plan.estimate import estimate_document
 
     placed = None if template is None else template.model_dump(mode="json")
     document: dict[str, Any] = {
@@ -239,10 +239,10 @@ def run_experiment(
         rerun: the command line that runs it again.
         asked: as in `perilune.control.runs.experiments.advance`.
     """
-    from perilune.cli.train.estimate import load_estimate
     from perilune.cli.train.follow import follow
     from perilune.cli.train.results import next_steps, print_results, results_document
     from perilune.control.queries.lookup import stage_statuses
+    from perilune.plan.estimate import load_estimate
     from perilune.ui.experiment import view_experiment
     from perilune.ui.report import build_report
 

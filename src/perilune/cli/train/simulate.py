@@ -12,9 +12,9 @@ import typer
 
 from perilune.cli.arguments import Json, RecipeArgument, SetOption, check_output_file
 from perilune.cli.output import echo, make_console, print_json
-from perilune.cli.units import format_duration
 from perilune.errors import RequestError
 from perilune.files import write_atomic, write_json
+from perilune.units import format_duration
 
 if TYPE_CHECKING:
     from perilune.simulate.run import RunResult
@@ -84,7 +84,7 @@ def simulate(
     perilune simulate quickstart --staleness sync,1,2 --wait 0.2
     perilune simulate my.yaml --machines 2xH100@2.50 --page prediction.html
     """
-    from perilune.cli.train.simulated_recipe import Options, simulate_recipe
+    from perilune.plan.simulated_recipe import Options, simulate_recipe
     from perilune.recipe.load import load_recipe
     from perilune.simulate.hardware import parse_machines
 

@@ -19,16 +19,16 @@ from perilune.cli.inspect.run_table import describe_result
 from perilune.cli.output import echo, print_json
 from perilune.cli.train.run import WithOption, estimate_locally, parse_destination, start_module
 from perilune.cli.train.trackers import LAST_SECONDS, Trackers
-from perilune.cli.units import format_duration
 from perilune.errors import RequestError, WorkFailedError
 from perilune.plural import plural
+from perilune.units import format_duration
 
 if TYPE_CHECKING:
-    from perilune.cli.train.estimate import TrialCache
     from perilune.control.queries.sweep_forecast import ArmForecast
     from perilune.control.runs.experiments import Control
     from perilune.control.runs.sweeps import ArmState, Sweep
     from perilune.control.runs.templates import Template
+    from perilune.plan.estimate import TrialCache
     from perilune.recipe.axes import Axis, Settings
     from perilune.recipe.schema import Recipe
 

@@ -1,0 +1,1 @@
+"""What is known of a recipe before it runs: errors, lengths of episodes, time, memory, a simulation."""
