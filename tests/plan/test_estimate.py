@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from perilune.cli.start import calibration as calibration_module
 from perilune.cli.train.plan import describe_time, print_estimate
 from perilune.control.runs.experiments import Control
 from perilune.control.runs.templates import Template
@@ -18,6 +17,7 @@ from perilune.data.sources import Row
 from perilune.environments import Score, Transcript, make_environment
 from perilune.models.checkpoints.loading import new_model
 from perilune.models.text.tokenizer import Tokenizer
+from perilune.plan import calibration as calibration_module
 from perilune.plan.calibration import (
     Calibration,
     Overhead,
