@@ -136,7 +136,7 @@ def test_top_p_works_when_nucleus_exceeds_the_first_candidates(monkeypatch: pyte
         {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 1.1}, {"min_tokens": 5},
         {"repetition_penalty": 0.0}, {"repetition_penalty": float("nan")}, {"logit_bias": {1: float("nan")}},
         {"presence_penalty": 2.1}, {"frequency_penalty": -2.1}, {"presence_penalty": float("nan")},
-        {"stop": ("",)}, {"top_logprobs": -1}, {"top_p": float("nan")},
+        {"stop": ("",)}, {"top_logprobs": -1}, {"top_p": float("nan")}, {"top_k": 2.5},
     ],
 )  # fmt: skip
 def test_sampling_params_reject_invalid_options(wrong: dict[str, Any]) -> None:

@@ -122,9 +122,11 @@ def test_headline_claims_no_change_between_equal_policies(tmp_path: Path) -> Non
 
 def test_headline_without_evaluations_describes_the_last_rl_stage(tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
-    made.rl(steps=3, prompts=2)
+    made.rl(steps=1, prompts=2)
     made.rl(steps=4, prompts=2, name="again")
-    assert collect_report(made.view()).headline.paragraphs[0].startswith("4 steps of GRPO")
+    report = collect_report(made.view())
+    assert report.headline.paragraphs[0].startswith("4 steps of GRPO")
+    assert [training.description for training in report.training] == ["1 step of GRPO.", "4 steps of GRPO."]
 
 
 def test_rejection_sampling_is_reported_as_collected_traces(tmp_path: Path) -> None:

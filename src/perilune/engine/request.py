@@ -36,6 +36,7 @@ _RANGES = {
     "frequency_penalty": (-2, 2),
     "top_logprobs": (0, float("inf")),
 }
+_COUNTS = ("max_tokens", "min_tokens", "top_k", "top_logprobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class SamplingParams:
             distribution drawn from.
 
     Raises:
-        RequestError: when a number is out of its range.
+        RequestError: when a number is out of its range, or a count is not an integer.
     """
 
     max_tokens: int
@@ -90,6 +91,8 @@ class SamplingParams:
                 allowed = f"{low:g} or more" if high == float("inf") else f"{low:g} to {high:g}"
                 or_greedy = ", or 0 (greedy)" if name == "temperature" else ""
                 raise RequestError(f"{name} is {value}", remedy=f"give {allowed}{or_greedy}")
+            if name in _COUNTS and not isinstance(value, int | np.integer):
+                raise RequestError(f"{name} is {value}", remedy="give an integer")
         if self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}", remedy=f"give at most max_tokens, {self.max_tokens}"

@@ -13,6 +13,7 @@ import numpy as np
 
 from perilune.errors import RequestError
 from perilune.metrics.bootstrap import Interval, draw_problems, percentile_interval
+from perilune.metrics.proportion import Z_95
 
 _RESAMPLES = 2000
 
@@ -73,7 +74,7 @@ def likelihood_ratio(kept_right: int, right: int, kept_wrong: int, wrong: int) -
         raise RequestError("a likelihood ratio needs right and wrong samples")
     a, n, b, m = kept_right + 0.5, right + 1.0, kept_wrong + 0.5, wrong + 1.0
     ratio = (a / n) / (b / m)
-    spread = 1.96 * math.sqrt(1 / a - 1 / n + 1 / b - 1 / m)
+    spread = Z_95 * math.sqrt(1 / a - 1 / n + 1 / b - 1 / m)
     return Interval(ratio, ratio * math.exp(-spread), ratio * math.exp(spread))
 
 

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 
 from perilune.errors import RequestError
 from perilune.metrics.across_seeds import t_quantile
+from perilune.metrics.proportion import Z_95
 
 Law = Literal["best_of_n", "rl"]
 
@@ -25,7 +26,6 @@ SLOPE_WINDOW = 16  # points of the slope, once there are as many
 MIN_SLOPE_POINTS = 12  # points before a slope is computed
 RISE_STEPS = 3  # consecutive steps with a significant rise before its end can raise the alarm
 STOP_SHARE = 0.8  # stop at this share of the fitted peak, where the gold score is flat and the fit uncertain
-Z_95 = 1.959964  # 95% of a normal distribution
 
 
 class Slope(NamedTuple):

@@ -12,6 +12,7 @@ from perilune.learn.objective import objective_curve
 from perilune.metrics.forgetting import ForgettingRow, forgetting_rows
 from perilune.metrics.held_out import curve_notes
 from perilune.metrics.lineage import find_parent_evaluation
+from perilune.plural import plural
 from perilune.ui.attempt import Attempt
 from perilune.ui.changes import climb_chart, contribution_charts, difference_charts, select_measures
 from perilune.ui.curves import Training, read_training, sum_by_part
@@ -299,7 +300,7 @@ def _describe_training(stage: StageView, attempt: Attempt) -> str:
     name = ALGORITHM_NAMES.get(algorithm, algorithm)
     planned = int(spec.get("steps") or 0)
     done = sum(bool(step) for step in attempt.metrics.get("step", []))  # step 0 is before training
-    steps = f"{done} of {planned} steps" if planned > done else f"{done} steps"
+    steps = f"{done:,} of {plural(planned, 'step')}" if planned > done else plural(done, "step")
     return f"{steps} of {name}.{_describe_warnings(summary)}"
 
 

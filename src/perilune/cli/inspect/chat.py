@@ -57,7 +57,11 @@ def chat(
     """
     if plain and chat_template is not None:
         raise RequestError("--plain and --chat-template exclude each other")
-    conversation = _open_conversation(find_checkpoint(checkpoint), adapter, chat_template, plain=plain)
+    from rich.console import Console
+
+    folder = find_checkpoint(checkpoint)
+    with Console(stderr=True).status(f"Loading {checkpoint}"):
+        conversation = _open_conversation(folder, adapter, chat_template, plain=plain)
     conversation.temperature, conversation.max_tokens, conversation.seed = temperature, max_tokens, seed
     interactive = sys.stdin.isatty()
     if interactive:

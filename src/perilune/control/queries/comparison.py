@@ -52,6 +52,10 @@ class Member:
     tasks: Mapping[str, float]
     problem: str = ""
 
+    @property
+    def has_succeeded(self) -> bool:
+        return all(stage.state == "succeeded" for stage in self.stages)
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -150,7 +154,7 @@ def compare_experiments(
         baseline: position of the arm that the others are compared with.
 
     Raises:
-        RequestError: a reference, the stage of the figure or the baseline is unknown.
+        RequestError: a reference, the figure or the baseline is unknown.
     """
     sweeps = [sweep for name in references if (sweep := find_sweep(control, name)) is not None]
     ids = list(dict.fromkeys(key for name in references for key in _find_experiments(control, name)))
@@ -159,6 +163,9 @@ def compare_experiments(
     metric = metric or next((item.metric for item in sweeps if item.metric), None) or _default_metric(stages)
     check_metric(metric, (status.name for statuses in stages.values() for status in statuses))
     arms = _keep_differing_settings(_group_arms(documents, stages, metric))
+    members = [member for arm in arms for member in arm.members]
+    if all(member.figure is None and member.has_succeeded for member in members):
+        raise RequestError(members[0].problem, where=f"--metric {metric}")
     if not 0 <= baseline < len(arms):
         where, remedy = f"--baseline {baseline + 1}", f"give a number from 1 to {len(arms)}"
         raise RequestError(f"there are only {len(arms)} arms", where=where, remedy=remedy)
