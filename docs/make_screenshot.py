@@ -1,9 +1,8 @@
-"""Take the README's pictures of a report, in headless Chromium.
+"""Take a picture of the top of a report for the README, in headless Chromium.
 
     perilune report quickstart --out report.html
-    python docs/make_screenshot.py report.html docs/images
+    python docs/make_screenshot.py report.html docs/images/report.png
 
-Writes report.png (the top of the page) and report-dark.png (the same in dark mode).
 Needs `pip install playwright` and Chromium.
 """
 
@@ -17,29 +16,23 @@ WIDTH, HEIGHT = 1280, 800
 
 
 def main() -> None:
-    """Take both pictures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("report", type=Path)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("picture", type=Path)
     arguments = parser.parse_args()
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         sys.exit("no Chromium found: apt-get install chromium")
     from playwright.sync_api import sync_playwright
 
-    arguments.folder.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=ARGUMENTS)
-        for scheme, name in (("light", "report"), ("dark", "report-dark")):
-            page = browser.new_page(
-                viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=scheme, device_scale_factor=1.5
-            )
-            page.goto(arguments.report.resolve().as_uri())
-            page.wait_for_selector(".hero svg")
-            page.screenshot(path=arguments.folder / f"{name}.png")
-            page.close()
+        page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, device_scale_factor=1.5)
+        page.goto(arguments.report.resolve().as_uri())
+        page.wait_for_selector("canvas")
+        page.screenshot(path=arguments.picture)
         browser.close()
 
 
