@@ -11,7 +11,7 @@ from perilune.verifiers.audit import Audit, audit_reward
 from perilune.watchdog import Watchdog
 
 AUDIT_TASKS = 3  # the fewest tasks from which an audit draws conclusions across tasks
-AUDIT_SCORINGS = 600  # approximate number of answers that the audit scores
+AUDIT_SCORINGS = 3000  # approximate number of answers that the audit scores
 AUDIT_LIMIT_S = 20.0  # longest expected duration of an audit
 AUDIT_FILE = "reward_audit.json"
 FAILING_GRADES = frozenset({"D", "F"})
