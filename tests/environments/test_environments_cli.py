@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from perilune.cli.arguments import MAX_COUNTED_TASKS
 from perilune.cli.data.environments import app
 from perilune.errors import RequestError
 from perilune.models.text.tokenizer import Tokenizer
+from perilune.plan.checks import MAX_COUNTED_TASKS
 
 ECHO = """\
 from pydantic import BaseModel, Field
