@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import islice
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,10 @@ class Session:
 
     def all(self, count: int) -> Groups:
         self.until(lambda: len(self.finished) == count)
+        for thread in self.rollouts._threads:  # they close sessions, and the scorer is closed next
+            closed = Event()
+            thread._work.put(closed.set)
+            assert closed.wait(60)
         return [group for key in sorted(self.finished) for group in self.finished[key]]
 
 

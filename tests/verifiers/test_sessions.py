@@ -1,5 +1,7 @@
 """Sessions in a separate process: a misbehaving session fails without affecting the others."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -9,6 +11,7 @@ from hostile_sessions import Echo
 
 from perilune.environments import EpisodeTotals, Failure, Observation, SingleTurn, Transcript
 from perilune.verifiers import Scorer, ScorerLimits
+from perilune.verifiers.fork_server import ForkServer
 from perilune.verifiers.sessions import Sessions
 
 SPEC = {"id": "factory", "factory": "hostile_sessions:Echo"}
@@ -100,6 +103,26 @@ def test_scorer_closes_sessions_and_environment(tmp_path):
         assert log.read_text() == "session train0\n"
     assert log.read_text() == "session train0\nsession train1\nenvironment\n"
     assert len([*DESCRIPTORS.iterdir()]) == before
+
+
+def test_closing_in_two_threads_closes_each_descriptor_once(monkeypatch):
+    """A descriptor that is closed twice may belong to something else by then."""
+    scorer, ending, close = Scorer(SPEC), threading.Event(), threading.Event()
+    sessions = Sessions(scorer.processes, ECHO)
+    opened = sessions.open([(TASKS[0], 5)])
+
+    def end(self, process):
+        ending.set()
+        assert close.wait(30)
+        return 0
+
+    monkeypatch.setattr(ForkServer, "end", end)
+    with ThreadPoolExecutor(1) as threads:
+        closed = threads.submit(sessions.close, opened)
+        assert ending.wait(30)  # the thread is closing the worker
+        scorer.close()
+        close.set()
+        closed.result()  # raises if the descriptor was closed already
 
 
 def test_printed_output_does_not_affect_session(scorer):

@@ -114,8 +114,8 @@ class EnvironmentProcess:
         """Subtract from the number of open sessions. The worker of confined sessions ends with the last."""
         self._sessions -= count
         if self._sessions <= 0 and self._session_worker is not None and self._is_confined():
-            self._session_worker.close()
-            self._session_worker = None
+            worker, self._session_worker = self._session_worker, None  # another thread may call `close`
+            worker.close()
             self.generation += 1
 
     def close(self) -> None:
