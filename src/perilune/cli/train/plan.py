@@ -18,6 +18,7 @@ from perilune.plan.checks import (
     check_optimizer,
     check_texts,
     check_weights,
+    distinct_environments,
     find_scoring_failure,
 )
 from perilune.recipe.schema import MODEL, build_job
@@ -108,8 +109,6 @@ def _derive_stage(recipe: Recipe, stage: Stage, template: Template | None) -> di
 
 def _try_reward_functions(recipe: Recipe) -> None:
     """Load the recipe's reward functions as a run does, in a confined process, and score one answer."""
-    from perilune.plan.checks import distinct_environments
-
     for section in distinct_environments(recipe):
         if any(isinstance(term, Mapping) for term in section.get(REWARDS, {}).values()):
             reason = find_scoring_failure(canonical_json(section), recipe.seed, "0")
