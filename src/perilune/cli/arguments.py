@@ -27,7 +27,6 @@ RUN_HELP = (
     "A run: its id, the first characters of its id, EXPERIMENT/STAGE, or a stage of the latest experiment."
 )
 
-
 WHERE_HELP = (
     "Names: reward, truncated, failure, finish_reason, step, tokens, sampled, text, environment, task_id, "
     "episode_id, reward_terms.NAME, metrics.NAME. Signs: < <= > >= == != and ~ for contains."

@@ -4,16 +4,17 @@ The engine is measured with random weights, which take the same time. The learne
 several shapes on small sums.
 """
 
-from __future__ import annotations
-
 import json
 import string
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from perilune.engine.engine import Engine
 from perilune.errors import RequestError
+from perilune.models.decoder import Decoder
+from perilune.models.text.template_facts import recipe_tokenizer
 from perilune.plan.calibration import (
     ENVIRONMENT,
     SUMS,
@@ -22,11 +23,13 @@ from perilune.plan.calibration import (
     machine_name,
     run_on_sums,
 )
-
-if TYPE_CHECKING:
-    from perilune.models.decoder import Decoder
-    from perilune.recipe.schema import Recipe
-    from perilune.simulate.times import Calibrated
+from perilune.plan.estimate import device_name
+from perilune.plan.trial import try_environment
+from perilune.recipe.schema import Recipe
+from perilune.simulate.calibrate import fit_training, measure_steps
+from perilune.simulate.times import Calibrated, MeasuredTimes, engine_digest, model_digest
+from perilune.tasks.checks.preflight import MIN_LONG_RUN_STEPS
+from perilune.tasks.stage.memory_plan import section_config
 
 LARGE_MODEL = 20_000_000  # parameters from which the training steps are smaller
 
@@ -92,10 +95,6 @@ def measure_times(
         RequestError: when the recipe has no language model.
         WorkFailedError: when the recipe that measures the learner fails.
     """
-    from perilune.plan.estimate import device_name
-    from perilune.simulate.calibrate import measure_steps
-    from perilune.simulate.times import Calibrated, MeasuredTimes, engine_digest, model_digest
-
     if recipe.model is None:
         raise RequestError("the recipe has no language model to calibrate", where=recipe.name)
     device, section = device_name(recipe.resources), recipe.model.model_dump()
@@ -122,17 +121,12 @@ def describe_machine(device: str) -> str:
 
 def _decoder(section: Mapping[str, Any], device: str) -> Decoder:
     """Return a model of the recipe's shape with random weights, which take the same time."""
-    from perilune.models.decoder import Decoder
-    from perilune.tasks.stage.memory_plan import section_config
-
     decoder = Decoder(section_config(section))
     decoder.initialize(0)
     return decoder.to("cuda") if device == "cuda" else decoder
 
 
 def _publish_seconds(decoder: Decoder, clock: Callable[[], float]) -> float:
-    from perilune.engine.engine import Engine
-
     engine = Engine(decoder, slots=1)
     engine.update_weights(None, 1)
     began = clock()
@@ -142,11 +136,6 @@ def _publish_seconds(decoder: Decoder, clock: Callable[[], float]) -> float:
 
 def _measure_training(recipe: Recipe, shapes: Sequence[Shape]) -> dict[str, Any]:
     """Return the times of training, from RL stages of several shapes on small sums."""
-    from perilune.models.text.template_facts import recipe_tokenizer
-    from perilune.plan.trial import try_environment
-    from perilune.simulate.calibrate import fit_training
-    from perilune.tasks.checks.preflight import MIN_LONG_RUN_STEPS
-
     assert recipe.model is not None
     section = recipe.model.model_dump(mode="json", exclude_none=True)
     resources = recipe.resources.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
