@@ -19,7 +19,10 @@ class AttemptLimits(Frozen):
     """
 
     max_lifetime: float = Field(
-        7 * DAY_S, gt=0, le=3650 * DAY_S, description="seconds after which an attempt is stopped"
+        7 * DAY_S,
+        gt=0,
+        le=3650 * DAY_S,
+        description="seconds after which an attempt is stopped; `placement.lease.max_lifetime` limits a machine",
     )
     on_box_stop_after: float | None = Field(
         None,
@@ -31,8 +34,8 @@ class AttemptLimits(Frozen):
         None,
         gt=0,
         description="seconds without contact after which an attempt is abandoned and another starts; by"
-        " default the shorter of max_lifetime and on_box_stop_after, plus 70, when the attempt has certainly"
-        " stopped itself",
+        " default 70 more than the shorter of max_lifetime and on_box_stop_after, because by then the attempt"
+        " has certainly stopped itself",
     )
 
     @property
