@@ -166,7 +166,8 @@ def test_every_option_in_the_trl_table_has_a_hint() -> None:
         ("sft.packing=true", "leave it out"),
         ("rl.top_p=0.9", "leave it out: training samples from the whole distribution"),
         ("rl.ref_model_sync_steps=64", "leave it out: the reference is the checkpoint"),
-        ("rl.scale_rewards=false", "algorithm: {name: dr_grpo, aggregation: token-mean}"),  # and not process_rewards, the nearest name
+        # and not process_rewards, the nearest name
+        ("rl.scale_rewards=false", "algorithm: {name: dr_grpo, aggregation: token-mean}"),
         ("sft.eval_steps=10", "eval: {every: 10"),  # and not steps
         ("sft.warmup_ratio=0.1", "warmup, in steps"),
     ],

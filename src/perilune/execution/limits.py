@@ -22,7 +22,8 @@ class AttemptLimits(Frozen):
         7 * DAY_S,
         gt=0,
         le=3650 * DAY_S,
-        description="seconds after which an attempt is stopped; `placement.lease.max_lifetime` limits a machine",
+        description="seconds after which an attempt is stopped; `placement.lease.max_lifetime` limits a"
+        " machine",
     )
     on_box_stop_after: float | None = Field(
         None,

@@ -115,8 +115,8 @@ REMEDIES: Mapping[str, str] = {
     **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model"), _BEST),
     **dict.fromkeys(("lora_dropout", "disable_dropout"), _NO_DROPOUT),
     **dict.fromkeys(("eos_token", "pad_token", "optimizers", "label_smoothing", "reference_free"), _NONE),
-    "scale_rewards": "algorithm: {name: dr_grpo, aggregation: token-mean}, which does not divide by the standard"
-    " deviation",
+    "scale_rewards": "algorithm: {name: dr_grpo, aggregation: token-mean}, which does not divide by the"
+    " standard deviation",
     "max_prompt_length": "leave it out: prompts are never truncated",
     "warmup_ratio": "warmup, in steps",
     "generation_batch_size": "prompts x samples, the answers of a step; updates_per_batch splits them",
