@@ -12,6 +12,7 @@ from sqlalchemy import select
 
 from perilune.cli.inspect.run_table import live_stages, make_live_table
 from perilune.cli.output import make_console
+from perilune.cli.train import sweep as sweep_command
 from perilune.control.record.store import Event, Run
 from perilune.control.runs.experiments import Control, open_experiment
 from perilune.control.runs.sweeps import SweepRunner, find_sweep
@@ -100,6 +101,23 @@ def test_arms_share_equal_stages_and_failed_arm_stops_no_other(
     console = make_console()
     console.print(make_live_table(live_stages(control, 4, refresh=False), console.width))
     assert "  first, succeeded, try 1, time " in capsys.readouterr().out
+
+
+def test_default_slots_need_the_device_cpu_and_a_number_of_threads(
+    perilune: Command, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep_command, "usable_threads", lambda: 4)
+    text = Path(recipe).read_text()
+    for resources, slots in (
+        ("{device: cpu, threads: 1}", 4),
+        ("{device: cpu, threads: 2}", 2),
+        ("{device: cpu}", 1),
+        ("{threads: 1}", 1),
+    ):
+        Path(recipe).write_text(text.replace("{device: cpu, threads: 1}", resources))
+        code, out, err = perilune("sweep", recipe, "--plan", "--json")
+        assert code == 0, err
+        assert json.loads(out)["slots"] == slots, resources
 
 
 @pytest.mark.thorough

@@ -59,8 +59,8 @@ class Settings:
         Option(
             min=0,
             max=1 << 30,
-            help="Size of the KV cache in tokens, which limits the length of a request. 0: as many tokens as"
-            " fit into 4 GiB.",
+            help="Size of the KV cache in tokens, which limits the length of a request. 0: enough for --slots"
+            " samples of the full context, but at most 4 GiB in float32.",
         ),
     ] = 0
     offload_memory: Annotated[
@@ -122,7 +122,7 @@ class Settings:
     ] = 30.0
     stall: Annotated[
         float,
-        Option(min=1, help="Seconds after which a client that neither reads nor sends is disconnected."),
+        Option(min=1, help="Seconds after which a client that does not read its answer is disconnected."),
     ] = 60.0
     max_connections: Annotated[
         int | None,

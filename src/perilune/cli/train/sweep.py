@@ -101,8 +101,8 @@ def sweep(
         int | None,
         typer.Option(
             min=1,
-            help="Maximum number of runs at once on this machine. Default: as many as its cores allow, or 1 "
-            "with a GPU.",
+            help="Maximum number of runs at once on this machine. Default: as many as its cores allow if the "
+            "recipe sets device: cpu and threads, else 1.",
         ),
     ] = None,
     template: Annotated[
