@@ -108,6 +108,10 @@ def test_show_and_sample_work_for_environment_in_local_file(
     assert "answer  7   scores 1.0" in run("sample", "echo.py:Echo", "-n", "1")
 
 
+def test_sample_accepts_bundled_recipe():
+    assert "scores 1.0" in run("sample", "quickstart", "-n", "1")
+
+
 def test_sample_prints_family_without_stated_answer():
     assert "(none stated)" in run("sample", "reasoning_gym/graph_color", "-n", "1")
 

@@ -166,6 +166,7 @@ def test_every_action_of_multi_turn_episode_is_parsed() -> None:
         (SUMS, {"stop": [""]}, "empty"),
         (SUMS, {"format": "boxed", "few_shot": [{"question": "1+1?", "answer": "2"}]}, "does not have"),
         ({**SUMS, "prompt": "compact"}, {"format": "boxed"}, "format of its own"),
+        ({"id": "tools"}, {"format": "answer_tags"}, "format of its own"),
         ({"id": "open_spiel", "game": "tic_tac_toe"}, {"few_shot": 1}, "states no right answer"),
     ],
 )

@@ -166,6 +166,19 @@ def test_plan_warns_when_scoring_raises(tmp_path: Path) -> None:
     assert rl["derived"]["warning 1"].startswith(warning)
 
 
+@pytest.mark.parametrize("answer_format, warns", [("last_number", True), ("answer_tags", False)])
+def test_plan_warns_when_right_answers_do_not_fit_the_format(
+    tmp_path: Path, answer_format: str, warns: bool
+) -> None:
+    text = "name: cut\nmodel: {preset: tiny}\nenvironment: {id: calculator, prompting: {format: %s}}\nstages:\n"
+    (tmp_path / "cut.yaml").write_text(
+        text % answer_format + "  - {name: rl, task: rl, checkpoint: model, steps: 5}\n"
+    )
+    (rl,) = derive_plans(load_recipe(tmp_path / "cut.yaml"), check=True)
+    warning = "calculator gives no reward to its own right answers to the first 8 tasks in the format"
+    assert any(str(value).startswith(warning) for value in rl["derived"].values()) is warns
+
+
 def test_plan_warns_of_unknown_auxiliary_terms(tmp_path: Path) -> None:
     load_pens_recipe(tmp_path)
     changes = ["rl.auxiliary_rewards.weights.nope=1", "environment.prompting.format=boxed"]

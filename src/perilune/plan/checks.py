@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.plugin import load_plugin
 from perilune.bundle.remote.runner import OPTIMIZER
+from perilune.environments.core.prompting import PROMPTING_KEY
 from perilune.environments.core.protocol import Failure, Observation, Transcript
 from perilune.environments.core.registry import REWARDS, make_environment, part_sections, scoring_sections
 from perilune.environments.core.rewards import VERIFIER_TERM
@@ -143,7 +144,7 @@ def check_job(job: Job) -> list[str]:
         _require_tasks("traces", job.environment, "train", job.spec["traces"], job.seed)
     _require_terms(job)
     warnings = _teacher_warnings(job) if job.task == "collect" else _verifier_warnings(job)
-    return [*_task_warnings(job), *warnings, *_auxiliary_warnings(job)]
+    return [*_task_warnings(job), *_format_warnings(job), *warnings, *_auxiliary_warnings(job)]
 
 
 def _heldout_needs(job: Job) -> Iterator[tuple[str, Mapping[str, Any], int]]:
@@ -244,6 +245,34 @@ def _length_warnings(job: Job, task: Task) -> Iterator[str]:
             f"the prompt of task {task.task_id!r} has {length:,} tokens, and the model has {positions:,}"
             " positions for prompt and answer: shorten the prompt"
         )
+
+
+def _format_warnings(job: Job) -> Iterator[str]:
+    """Score right answers in the format that `prompting` asks for: not every environment can read each one."""
+    for section in part_sections(job.environment).values() or (job.environment,):
+        if answer_format := (section.get(PROMPTING_KEY) or {}).get("format"):
+            count, best = _score_right_answers(canonical_json(section), job.seed)
+            if count and best <= 0:
+                yield (
+                    f"{section['id']} gives no reward to its own right answers to the first {count} tasks in"
+                    f" the format {answer_format}: set another environment.{PROMPTING_KEY}.format"
+                )
+
+
+@cache
+def _score_right_answers(section: bytes, seed: int) -> tuple[int, float]:
+    """Return how many of the first training tasks state a right answer, and the best score of these."""
+    from perilune.verifiers import Scorer
+
+    whole = json.loads(section)
+    environment = make_environment(whole)
+    gold = getattr(environment, "gold", lambda task: None)
+    stated = [(task, gold(task)) for task in islice(environment.tasks("train", seed), TEACHER_TASKS)]
+    answers = [(task, answer) for task, answer in stated if answer is not None]
+    with Scorer(whole) as scorer:
+        outcomes = scorer.score(answers)
+    rewards = (0.0 if isinstance(outcome, Failure) else outcome.reward for outcome in outcomes)
+    return len(answers), max(rewards, default=0.0)
 
 
 def _verifier_warnings(job: Job) -> Iterator[str]:

@@ -173,7 +173,7 @@ def sample(
     from perilune.models.text.tokenizer import Tokenizer
 
     tokenizer = None
-    if name.endswith((".yaml", ".yml")):
+    if _is_recipe(name):
         section, tokenizer = recipe_source(name, settings)
     else:
         section = environment_section(name, settings)
@@ -269,7 +269,7 @@ def audit(
     For a recipe, audits its environments with the recipe's rewards; --set then sets keys of the recipe. For
     an environment without a family, audits all families.
     """
-    if name.endswith((".yaml", ".yml")) or (name in bundled_recipes() and name not in environment_ids()):
+    if _is_recipe(name):
         sections = load_recipe_environments(name, settings)
     else:
         section = environment_section(name, settings)
@@ -280,6 +280,10 @@ def audit(
 
 
 app.command(epilog="Example: perilune environments replay audit.json")(replay)
+
+
+def _is_recipe(name: str) -> bool:
+    return name.endswith((".yaml", ".yml")) or (name in bundled_recipes() and name not in environment_ids())
 
 
 def _row(environment: Environment, task: Task) -> dict[str, Any]:

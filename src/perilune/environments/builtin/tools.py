@@ -122,6 +122,7 @@ class ToolsEnvironment(MultiTurn):
         self.spec = spec
         self.id = f"tools/{spec.task}"
         self.max_turns = spec.turns
+        self.own_format = "tool calls, and a mark before the answer"
         self._compact = spec.prompt == "compact"
         self._sandbox = Sandbox(spec.sandbox.limits(), allow_missing=spec.sandbox.allow_missing)
 
