@@ -1,12 +1,14 @@
 """Compare a GRPO step of a real model in Perilune (float32, bfloat16) with TRL's GRPOTrainer and the floor.
 
-    python benchmarks/real_model.py --model SmolLM2-135M-Instruct
+    perilune model fetch smollm2-135m
+    python benchmarks/real_model.py --model smollm2-135m
 
-`--model` is a Hugging Face folder. Perilune runs a recipe with `perilune run`, so its steps include
-everything that a run does: checks, metrics, episodes. TRL gets the prompts of those episodes as text, in the
-same order, and has its own virtual environment. Both sample 8 answers of at most 32 tokens to each of 16
-questions (chain_sum of reasoning-gym). The reward prefers short answers, so every group has a gradient.
-The arms take turns, each in a fresh process. Medians leave out the first step of each process.
+`--model` is a model in PERILUNE_HOME or a Hugging Face folder. Perilune runs a recipe with `perilune run`, so
+its steps include everything that a run does: checks, metrics, episodes. TRL gets the prompts of those
+episodes as text, in the same order, and has its own virtual environment. Both sample 8 answers of at most 32
+tokens to each of 16 questions (chain_sum of reasoning-gym). The reward prefers short answers, so every group
+has a gradient. The arms take turns, each in a fresh process. Medians leave out the first step of each
+process.
 
 The floor of learning counts only the matrix products, and each prompt once: 6 FLOP per weight of the layers
 and input token, and 6 per weight of the head and learned token, at the rate of one large product on this
@@ -316,7 +318,7 @@ def report(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", type=Path, help="Hugging Face folder of the model")
+    parser.add_argument("--model", type=Path, help="model in PERILUNE_HOME, or a Hugging Face folder")
     parser.add_argument("--trl-python", help="interpreter that has TRL (default: an environment is made)")
     parser.add_argument("--no-trl", action="store_true", help="measure Perilune alone")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
@@ -336,6 +338,9 @@ def main() -> None:
     if options.worker == "trl":
         print(json.dumps(run_trl(options.model, options.steps, options.micro_batch, options.prompts)))
         return
+    from perilune.cli.arguments import find_checkpoint  # TRL's interpreter lacks perilune
+
+    options.model = find_checkpoint(str(options.model))
     result = measure(options)
     options.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))

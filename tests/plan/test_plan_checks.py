@@ -170,9 +170,10 @@ def test_plan_warns_when_scoring_raises(tmp_path: Path) -> None:
 def test_plan_warns_when_right_answers_do_not_fit_the_format(
     tmp_path: Path, answer_format: str, warns: bool
 ) -> None:
-    text = "name: cut\nmodel: {preset: tiny}\nenvironment: {id: calculator, prompting: {format: %s}}\nstages:\n"
+    section = f"{{id: calculator, prompting: {{format: {answer_format}}}}}"
     (tmp_path / "cut.yaml").write_text(
-        text % answer_format + "  - {name: rl, task: rl, checkpoint: model, steps: 5}\n"
+        f"name: cut\nmodel: {{preset: tiny}}\nenvironment: {section}\n"
+        "stages:\n  - {name: rl, task: rl, checkpoint: model, steps: 5}\n"
     )
     (rl,) = derive_plans(load_recipe(tmp_path / "cut.yaml"), check=True)
     warning = "calculator gives no reward to its own right answers to the first 8 tasks in the format"

@@ -248,7 +248,7 @@ def _length_warnings(job: Job, task: Task) -> Iterator[str]:
 
 
 def _format_warnings(job: Job) -> Iterator[str]:
-    """Score right answers in the format that `prompting` asks for: not every environment can read each one."""
+    """Score right answers in the format of `prompting`, because not every environment can read each one."""
     for section in part_sections(job.environment).values() or (job.environment,):
         if answer_format := (section.get(PROMPTING_KEY) or {}).get("format"):
             count, best = _score_right_answers(canonical_json(section), job.seed)
