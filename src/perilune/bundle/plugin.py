@@ -176,7 +176,8 @@ def code_fields(spec: type[BaseModel]) -> dict[str, CodeReference]:
     }
 
 
-def environment_fields(spec: type[BaseModel]) -> list[str]:
+@cache
+def environment_fields(spec: type[BaseModel]) -> tuple[str, ...]:
     """Return the fields of `spec` that map names to sections of environments; nested ones are dotted."""
     fields = []
     for name, info in spec.model_fields.items():
@@ -185,7 +186,7 @@ def environment_fields(spec: type[BaseModel]) -> list[str]:
         for kind in (info.annotation, *get_args(info.annotation)):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 fields += [f"{name}.{inner}" for inner in environment_fields(kind)]
-    return fields
+    return tuple(fields)
 
 
 def consumed_fields(spec: type[BaseModel]) -> dict[str, OutputKind]:

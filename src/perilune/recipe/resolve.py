@@ -237,7 +237,9 @@ def _validate_stages(
             positions[stage.name] = index
             stages.append(stage)
     if not problems:
-        problems = [problem for stage in stages for problem in _check_references(stage, stages, positions)]
+        makes: dict[str, OutputKind] = {MODEL: "checkpoint"}
+        makes |= {stage.name: load_plugin(stage.task).produces for stage in stages}
+        problems = [problem for stage in stages for problem in _check_references(stage, makes, positions)]
     if problems:
         raise ProblemsError(problems)
     return [stage.model_dump() for stage in _sort_stages(stages, positions)]
@@ -301,15 +303,17 @@ def _absolute_path(name: str | None, base: Path) -> str | None:
     return str((base / Path(name).expanduser()).absolute())
 
 
-def _check_references(stage: Stage, stages: list[Stage], positions: dict[str, int]) -> list[Problem]:
-    makes: dict[str, OutputKind] = {MODEL: "checkpoint"}
-    makes |= {other.name: load_plugin(other.task).produces for other in stages if other is not stage}
+def _check_references(
+    stage: Stage, makes: Mapping[str, OutputKind], positions: Mapping[str, int]
+) -> list[Problem]:
     wanted = consumed_fields(load_plugin(stage.task).spec)
     problems = []
     for field, source in stage.consumes.items():
-        path = ("stages", positions[stage.name], field)
         kind = wanted[field]
-        fitting = [name for name, output in makes.items() if output == kind]
+        if makes.get(source) == kind and source != stage.name:
+            continue
+        path = ("stages", positions[stage.name], field)
+        fitting = [name for name, output in makes.items() if output == kind and name != stage.name]
         key = f"stages.{stage.name}.{field}"
         makes_kind = f"a stage that makes {describe_kind(kind)}"
         choices = f"one of: {', '.join(fitting)}" if fitting else f"add {makes_kind}"
@@ -321,7 +325,7 @@ def _check_references(stage: Stage, stages: list[Stage], positions: dict[str, in
             if file_fields(load_plugin(stage.task).spec, {field: f"./{source}"}):
                 remedy += f"; a file or folder of your own is ./{source}"
             problems.append(Problem(path, what, remedy))
-        elif makes[source] != kind:
+        else:
             what = f"{key} needs {makes_kind}, and '{source}' makes {describe_kind(makes[source])}"
             problems.append(Problem(path, what, choices))
     return problems
@@ -345,14 +349,14 @@ def _sort_stages(stages: list[Stage], positions: dict[str, int]) -> list[Stage]:
     finished = {MODEL}
     waiting = list(stages)
     while waiting:
-        free = next((stage for stage in waiting if finished.issuperset(stage.consumes.values())), None)
-        if free is None:
+        free = (n for n, stage in enumerate(waiting) if finished.issuperset(stage.consumes.values()))
+        first = next(free, None)
+        if first is None:
             cycle = _find_cycle(waiting)
             what = f"stages consume each other in a cycle: {' <- '.join(cycle)}"
             raise ProblemsError([Problem(("stages", positions[cycle[0]]), what)])
-        waiting.remove(free)
-        ready.append(free)
-        finished.add(free.name)
+        ready.append(waiting.pop(first))
+        finished.add(ready[-1].name)
     return ready
 
 
