@@ -85,7 +85,10 @@ class OptimizerSettings(Frozen):
     """AdamW and its learning rate."""
 
     lr: float | None = Field(
-        None, gt=0, description="peak learning rate; the default depends on the task, the model and `lora`"
+        None,
+        gt=0,
+        le=10,
+        description="peak learning rate; the default depends on the task, the model and `lora`",
     )
     warmup: int = Field(
         10,

@@ -14,7 +14,7 @@ class LearningSettings(Frozen):
     moves: int = Field(32, ge=1, description="moves played in each game per training step")
     epochs: int = Field(2, ge=1, description="epochs over the moves of a step")
     minibatch: int = Field(4096, ge=1, description="moves per update")
-    lr: float = Field(2e-3, gt=0, description="initial learning rate")
+    lr: float = Field(2e-3, gt=0, le=10, description="initial learning rate")
     final_lr: float = Field(
         0.05, ge=0, le=1, description="final learning rate divided by `lr`; the decay is linear"
     )

@@ -32,7 +32,10 @@ class PPO(ClippedPolicyGradient):
     value_clip: float = Field(0.2, gt=0, description="clip range of the critic's predictions within a step")
     value_weight: float = Field(0.5, gt=0, description="coefficient of the critic's loss")
     critic_lr: float | None = Field(
-        None, gt=0, description="peak learning rate of the critic's layer; by default the stage's lr"
+        None,
+        gt=0,
+        le=10,
+        description="peak learning rate of the critic's layer; by default the stage's lr",
     )
     bootstrap_truncated: bool = Field(
         False,

@@ -19,7 +19,7 @@ Kind = Literal["digits", "numbers", "sentences"]
 class FitSettings(Frozen):
     """AdamW with a warm-up and a cosine decay to a twentieth."""
 
-    lr: float = Field(2e-3, gt=0, description="peak learning rate")
+    lr: float = Field(2e-3, gt=0, le=10, description="peak learning rate")
     warmup: int = Field(20, ge=1, description="steps of linear warm-up")
     batch: int = Field(24, ge=1, description="crops (speech_codec) or utterances (speech_voice) per step")
 
