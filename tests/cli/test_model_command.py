@@ -55,7 +55,11 @@ def test_recipe_accepts_model_name_and_suggests_fetch_if_missing(here, index: Pa
     )
     missing = here("run", str(recipe), "--plan")
     assert missing.returncode == 2 and "no model small is fetched" in missing.stderr
-    assert "try: perilune model fetch small" in missing.stderr and "mine.yaml:2" in missing.stderr
+    assert "try: perilune model fetch small\n" in missing.stderr and "mine.yaml:2" in missing.stderr
+    run = here("run", str(recipe), "--plan", "--set", "model.path=small/rl")
+    assert (
+        "if it is a run, artifacts/checkpoints/final in the folder that perilune show small/rl" in run.stderr
+    )
     here("model", "fetch", "small")
     planned = here("run", str(recipe), "--plan")
     assert planned.returncode == 0 and str(tmp_path / "home/models/small") in planned.stdout, planned.stderr

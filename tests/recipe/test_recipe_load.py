@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from perilune.bundle.plugin import load_plugin as plugin
 from perilune.errors import RequestError
 from perilune.recipe.load import bundled_recipe, bundled_recipes, load_recipe
 from perilune.recipe.resolve import resolve
@@ -445,7 +446,30 @@ def test_load_recipe_imports_no_heavy_packages() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_error_suggests_no_infinite_number() -> None:
-    with pytest.raises(RequestError, match='is "inf" but should be a valid number') as caught:
-        load_recipe("quickstart", ["sft.lr=inf"])
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [("sft.lr=inf", 'is "inf" but should be a valid number'), ("secrets=''", 'secrets is ""')],
+)
+def test_error_suggests_no_invalid_value(override: str, problem: str) -> None:
+    with pytest.raises(RequestError, match=problem) as caught:
+        load_recipe("quickstart", [override])
     assert not caught.value.remedy
+
+
+def test_learning_rate_above_10_is_refused() -> None:
+    with pytest.raises(RequestError, match="should be less than or equal to 10"):
+        load_recipe("quickstart", ["rl.lr=1e300"])
+
+
+def test_work_for_a_stage_does_not_grow_with_their_number(write, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(
+        "perilune.recipe.resolve.load_plugin", lambda name: calls.append(name) or plugin(name)
+    )
+    head, counts = "name: many\nmodel: {preset: tiny}\nenvironment: {id: calculator}\nstages:\n", []
+    for number in (10, 100):
+        calls.clear()
+        stages = (f"- {{name: s{n}, task: collect, teacher: gold, traces: 4}}\n" for n in range(number))
+        load_recipe(write(head + "".join(stages)))
+        counts.append(len(calls) / number)
+    assert counts[1] == pytest.approx(counts[0], rel=0.2)

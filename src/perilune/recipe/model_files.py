@@ -9,6 +9,7 @@ from perilune.errors import RequestError
 from perilune.recipe.problems import Problem, ProblemsError
 
 CONFIG_FILE = "config.json"  # in the folder of every Hugging Face model
+FINAL_CHECKPOINT = "artifacts/checkpoints/final"  # in the folder of a run
 
 
 def find_model(path: str, base: Path) -> Path:
@@ -28,6 +29,8 @@ def find_model(path: str, base: Path) -> Path:
         what = f"model.path: no file or folder {folder_path}"
         what += "" if is_path else f", and no model {path} is fetched or in the Hugging Face cache"
         remedy = "check the path" if is_path else f"perilune model fetch {path}"
+        if "/" in path and not is_path:
+            remedy += f"; if it is a run, {FINAL_CHECKPOINT} in the folder that perilune show {path} prints"
         raise ProblemsError([Problem(("model", "path"), what, remedy)])
     if found.is_dir() and not (found / CONFIG_FILE).is_file():
         files = sorted(found.glob("*.gguf"))

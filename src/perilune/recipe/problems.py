@@ -164,6 +164,8 @@ def _add_remedy(problem: Problem, model: type[BaseModel], value: Any, path: KeyP
 
 def _meanings(given: Any) -> list[Any]:
     """Return values of other types that the user may mean by `given`, the likeliest first."""
+    if given == "":
+        return []
     if isinstance(given, str):
         word = given.strip().lower()
         meanings: list[Any] = []

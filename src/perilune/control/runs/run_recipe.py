@@ -83,7 +83,8 @@ def evaluate(
     The evaluation is a run like any other, and a finished evaluation with the same arguments is reused.
 
     Args:
-        checkpoint: Hugging Face folder, or the id of a model in the local cache.
+        checkpoint: Hugging Face folder, such as the `output` of a stage that `run` returns, or the id of a
+            model in the local cache.
         environment: the section of a recipe: {"id": ..., ...}.
         tasks: number of held-out tasks. The same seed gives the same tasks.
         samples: samples per task, for pass@k up to this k. Each task also gets one greedy answer.
