@@ -44,6 +44,10 @@ class ServerError(Exception):
         return self.status in (0, *_RETRY_STATUSES)
 
 
+class NoJsonError(ServerError):
+    """An answer with status 200 that is not JSON."""
+
+
 class JsonClient:
     """A client that sends JSON or bytes, receives JSON, and retries while the server is busy. Thread-safe.
 
@@ -161,7 +165,7 @@ def _parse_json(content: bytes) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError):
-        raise ServerError("the server's answer is not JSON", 200) from None
+        raise NoJsonError("the server's answer is not JSON", 200) from None
 
 
 def _retry_delay(headers: Mapping[str, str], attempt: int) -> float:

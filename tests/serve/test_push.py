@@ -9,6 +9,7 @@ import httpx
 import pytest
 from served import Direct, Served, make_checkpoint, served
 
+from perilune import servers
 from perilune.cli.main import main
 from perilune.errors import RequestError, WorkFailedError
 from perilune.models.checkpoints.loading import load_checkpoint, save_checkpoint
@@ -149,6 +150,17 @@ def test_push_does_not_repeat_an_upload_after_an_error_of_the_server(
     with pytest.raises(WorkFailedError, match="no space left on device") as failure:
         remote.send(tmp_path / "update", 2)
     assert methods == ["GET", "GET", "PUT"] and str(failure.value).count("try:") == 1
+
+
+def test_answer_that_is_too_large_fails_the_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "_MAX_ANSWER_BYTES", 10)
+    transport = httpx.MockTransport(
+        lambda request: httpx.Response(200, json={"data": [{"owned_by": "vllm"}]})
+    )
+    client = httpx.Client
+    monkeypatch.setattr(httpx, "Client", lambda **of: client(transport=transport, **of))
+    with pytest.raises(WorkFailedError, match="an answer is larger than"):
+        find_server("http://perilune:8000", None)
 
 
 def test_push_of_an_incomplete_file_advises_to_repeat_the_command(server: Served) -> None:

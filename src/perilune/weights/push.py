@@ -13,7 +13,7 @@ from typing import Any, Literal
 from perilune.errors import RequestError, WorkFailedError
 from perilune.files import read_json, sha256_file
 from perilune.models.adapters.files import CONFIG
-from perilune.servers import JsonClient, ServerError
+from perilune.servers import JsonClient, NoJsonError, ServerError
 from perilune.weights.checkpoint import load_tensors
 from perilune.weights.delta import CopyComparison, Update, WeightWriter
 
@@ -315,9 +315,9 @@ class _Http:
         """
         try:
             return self._client.request(method, path, body, **options)
+        except NoJsonError:
+            return {}
         except ServerError as error:
-            if error.status == 200:
-                return {}
             message, where = f"{method} {path}: {error.what}", self._client.url
             if error.is_refusal:
                 remedies = {401: _AUTHENTICATE, 404: _missing_endpoint(path, error.what)}
