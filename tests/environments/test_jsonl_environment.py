@@ -102,10 +102,11 @@ def test_folder_with_evaluation_file_is_rejected_with_remedy(tmp_path):
     assert make_environment(section | files).settings() == {"train": 20, "heldout": 20}
 
 
-def test_byte_order_mark_is_ignored(tmp_path):
+@pytest.mark.parametrize("start", [b"\xef\xbb\xbf", b"\xef\xbb\xbf\n"])
+def test_byte_order_mark_is_ignored(tmp_path, start):
     path = tmp_path / "sums.jsonl"
     section = write_rows(path, rows(40))
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    path.write_bytes(start + path.read_bytes())
     assert sum(make_environment(section).settings().values()) == 40
 
 

@@ -49,8 +49,8 @@ def read_lines(file: Path) -> Iterator[RawLine]:
                         raw = lines.readline(MAX_LINE_BYTES)
                     offset = lines.tell()
                     yield RawLine(number, begin, start, f"longer than {MAX_LINE_BYTES:,} bytes")
-                elif raw.strip():
-                    yield RawLine(number, begin, raw.removeprefix(BOM).rstrip(b"\r\n"), "")
+                elif (raw := raw.removeprefix(BOM)).strip():
+                    yield RawLine(number, begin, raw.rstrip(b"\r\n"), "")
     except OSError as error:
         raise RequestError(f"cannot be read: {error.strerror}", where=str(file)) from None
 
