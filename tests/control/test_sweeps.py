@@ -89,6 +89,9 @@ def test_arms_share_equal_stages_and_failed_arm_stops_no_other(
     assert [run.stage for run in runs(control)].count("first") == 1 and len(runs(control)) == 6
     plan = json.loads(perilune(*command, "--plan", "--json")[1])
     assert plan["to_run"] == {"last": 1} and plan["seconds"] > 0
+    code, out, err = perilune(*command[:-1], "last.bogus", "--plan", "--json")
+    assert code == 0 and json.loads(out)["to_run"] == {"last": 1}
+    assert "warning: no finished run of two/last has the figure last.bogus; last has " in err
     listed = json.loads(perilune("runs", "--json")[1])["runs"]
     assert ["last.steps=2", "last.fail_at=-1", "seed=0"] in [row["overrides"] for row in listed]
     assert "last.steps=2  last.fail_at=-1  seed=0" in perilune("runs")[1]

@@ -217,7 +217,7 @@ def retry(
 def reproduce(run: RunArgument, as_json: Json = False) -> None:
     """Run a frozen bundle again and compare metrics, episodes and the final checkpoint byte for byte.
 
-    Exits with 0 only if they are identical.
+    Exits with 0 only if they are identical. If it is interrupted, the same command begins from the start.
 
     \b
     perilune reproduce rl

@@ -137,7 +137,7 @@ def sweep(
     perilune sweep words.yaml --set rl.lr=1e-6..1e-4 --search 20 --metric after_rl.pass@1
     """
     from perilune.cli.train.plan import derive_plans
-    from perilune.control.queries.comparison import check_metric
+    from perilune.control.queries.comparison import check_metric, describe_unseen_metric
     from perilune.control.runs.experiments import Control
     from perilune.control.runs.sweeps import check_sweep_name, open_sweep
     from perilune.recipe.axes import parse_axes, parse_seeds
@@ -165,10 +165,12 @@ def sweep(
     recipes = {(settings, seed): request.load(settings, seed) for settings in arms for seed in request.seeds}
     for settings in arms:  # refuses what cannot work before anything runs
         derive_plans(recipes[settings, request.seeds[0]], target)
-    if plan:
-        _print_plan(request, recipes, as_json=as_json)
-        return
     control = Control()
+    if metric is not None and (doubt := describe_unseen_metric(control, first.name, metric)):
+        echo(f"warning: {doubt}", err=True)
+    if plan:
+        _print_plan(control, request, recipes, as_json=as_json)
+        return
     definition = {"recipe": first.model_dump(mode="json"), **options, "seeds": request.seeds}
     fields = {"recipe": recipe, "command": shlex.join(request.command), "metric": metric}
     opened = open_sweep(control, definition, fields, name=name, stem=first.name)
@@ -214,12 +216,18 @@ def _sweep_command(recipe: str, options: dict[str, Any]) -> list[str]:
     return words
 
 
-def _print_plan(request: SweepRequest, recipes: dict[tuple[Settings, int], Recipe], *, as_json: bool) -> None:
+def _print_plan(
+    control: Control,
+    request: SweepRequest,
+    recipes: dict[tuple[Settings, int], Recipe],
+    *,
+    as_json: bool,
+) -> None:
     from perilune.control.queries.forecast import forecast_submission
     from perilune.control.queries.sweep_forecast import forecast_sweep
-    from perilune.control.runs.experiments import Control, plan_stages
+    from perilune.control.runs.experiments import plan_stages
 
-    control, template = Control(), request.template
+    template = request.template
     expected = [*recipes.values(), *_load_further_arms(request, recipes)]
     forecast = forecast_sweep(control, expected, template)
     runs = sum(forecast.to_run.values())

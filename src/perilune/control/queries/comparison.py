@@ -7,15 +7,21 @@ differences over the tasks of single runs only support claims about these checkp
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from perilune.control.queries.lookup import StageStatus, find_experiments, group_stage_statuses
+from perilune.control.queries.lookup import (
+    StageStatus,
+    find_experiments,
+    group_stage_statuses,
+    stage_statuses,
+)
 from perilune.control.runs.experiments import Control
 from perilune.control.runs.sweeps import find_sweep
-from perilune.errors import RequestError
+from perilune.errors import RequestError, UnknownNameError
 from perilune.files import canonical_json, read_json
 from perilune.metrics.across_seeds import MIN_SEEDS, SeedComparison, compare_over_seeds, t_interval
 from perilune.metrics.bootstrap import Interval, bootstrap_problems
@@ -188,6 +194,21 @@ def check_metric(metric: str, stages: Iterable[str]) -> None:
             f"no metric of the stage {stage} is named" if stage in known else f"no stage is called '{stage}'"
         )
         raise RequestError(what, where=f"--metric {metric}", remedy=remedy)
+
+
+def describe_unseen_metric(control: Control, recipe: str, metric: str) -> str:
+    """Return a warning if no finished run of the metric's stage has it, in experiments named `recipe`.
+
+    Return "" if one has it, or none has finished: figures depend on the task and its settings.
+    """
+    stage = metric.partition(".")[0]
+    with suppress(UnknownNameError):
+        statuses = stage_statuses(control, find_experiments(control, recipe))
+        finished = [[row] for row in statuses if row.name == stage and row.state == "succeeded"]
+        if finished and not any(_read_figure(row, metric) for row in finished):
+            known = _list_figures(finished[-1], metric)
+            return f"no finished run of {recipe}/{stage} has the figure {metric}{known}"
+    return ""
 
 
 def final_figures(
