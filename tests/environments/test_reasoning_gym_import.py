@@ -2,10 +2,11 @@
 
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
-from perilune.environments.adapters.reasoning_gym_import import load_all_families
+from perilune.environments.adapters.reasoning_gym_import import _modules, family_names, load_family
 
 ALONE = """
 import sys
@@ -38,10 +39,9 @@ def test_other_code_of_process_sees_whole_package(code: str) -> None:
     run(ALONE + code)
 
 
-def test_module_of_finds_module_of_every_family() -> None:
-    from perilune.environments.adapters.reasoning_gym_import import _find_module
-
-    families = load_all_families()
-    modules = {name: _find_module(name) for name in families}
-    assert [name for name, module in modules.items() if module is None] == ["composite"]
-    assert all(families[name][0].__module__ == module for name, module in modules.items() if module)
+def test_names_and_modules_of_all_families_are_found() -> None:
+    assert load_family("composite") is not None  # which imports them all
+    families = import_module("reasoning_gym.factory").DATASETS
+    assert family_names() == families.keys() - {"composite"}
+    assert all(load_family(name) == classes for name, classes in families.items())
+    assert all(families[name][0].__module__ == module for name, module in _modules().items())

@@ -19,7 +19,7 @@ from perilune.environments.adapters import compact
 from perilune.environments.adapters.answer_form import is_well_formed
 from perilune.environments.adapters.global_random import GlobalRandom
 from perilune.environments.adapters.independent_checks import UNRELIABLE_FAMILIES, is_right
-from perilune.environments.adapters.reasoning_gym_import import load_all_families, load_family
+from perilune.environments.adapters.reasoning_gym_import import family_names, load_family
 from perilune.environments.core.protocol import Failure, Outcome, Score, Split, Task, Transcript
 from perilune.environments.core.reference_answer import ReferenceAnswer
 from perilune.environments.core.single_turn import SingleTurn
@@ -98,7 +98,7 @@ class ReasoningGymEnvironment(SingleTurn):
 
     @staticmethod
     def families() -> tuple[str, ...]:
-        return tuple(sorted(load_all_families().keys() - _EXCLUDED_FAMILIES))
+        return tuple(sorted(family_names() - _EXCLUDED_FAMILIES))
 
     def settings(self) -> dict[str, Any]:
         """Return the family's settings and their values in this environment."""

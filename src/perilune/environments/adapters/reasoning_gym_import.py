@@ -1,11 +1,15 @@
-"""Imports one family of reasoning-gym instead of all hundred.
+"""Imports one family of reasoning-gym instead of all hundred, and no matplotlib.
 
-`import reasoning_gym` imports every family, and with them sympy, pyfiglet and more: most of a second in every
-process of every stage. This module creates the package without its `__init__` and imports one family. Code
-that needs anything else of the package or its registry gets the complete package.
+`import reasoning_gym` imports every family, and with them sympy, pyfiglet, matplotlib and more: two seconds
+in every process of every stage. This module creates the package without its `__init__` and imports one
+family. Code that needs anything else of the package or its registry gets the complete package.
 """
 
+import re
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec
@@ -14,14 +18,16 @@ from threading import RLock
 from types import ModuleType
 from typing import Any
 
-from perilune.environments.adapters.plotting import defer_plotting
-
 _PACKAGE = "reasoning_gym"
 _FACTORY = f"{_PACKAGE}.factory"
 _LOCK = RLock()
 # Names that need the complete registry. The families themselves import the rest of the factory.
 _COMPLETE_ONLY = frozenset(
     {"DATASETS", "CURRICULA", "create_dataset", "create_curriculum", "has_curriculum", "get_score_answer_fn"}
+)
+_PLOTTING = (
+    *("matplotlib", "matplotlib.pyplot", "matplotlib.animation", "matplotlib.collections"),
+    *("mpl_toolkits", "mpl_toolkits.mplot3d"),
 )
 
 
@@ -47,29 +53,23 @@ class _PartialFactory(ModuleType):
         return ModuleType.__getattribute__(self, name)  # this may be a plain module by now
 
 
-def load_all_families() -> dict[str, tuple[type, type]]:
-    """Return the classes of the dataset and of its settings, by family."""
-    with _LOCK:
-        _complete_package()
-        return dict(import_module(_FACTORY).DATASETS)
+def family_names() -> frozenset[str]:
+    """Return the names of all families, from the sources of the package."""
+    return frozenset(_modules())
 
 
 def load_family(name: str) -> tuple[type, type] | None:
     """Return the classes of one family's dataset and settings; None if there is no such family."""
     with _LOCK:
-        module = None if _is_complete() else _find_module(name)
-        if module is None:
-            return load_all_families().get(name)
-        if _PACKAGE not in sys.modules:
-            _create_partial_package()
-        with defer_plotting():
-            import_module(module)
-        classes: tuple[type, type] = vars(sys.modules[_FACTORY])["DATASETS"][name]
+        if name in _modules():
+            if _PACKAGE not in sys.modules:
+                _create_partial_package()
+            with _without_plotting():
+                import_module(_modules()[name])
+        else:
+            _complete_package()  # the user's code may have registered it
+        classes: tuple[type, type] | None = vars(sys.modules[_FACTORY])["DATASETS"].get(name)
         return classes
-
-
-def _is_complete() -> bool:
-    return _PACKAGE in sys.modules and not isinstance(sys.modules[_PACKAGE], _PartialPackage)
 
 
 def _create_partial_package() -> None:
@@ -84,7 +84,7 @@ def _create_partial_package() -> None:
 
 def _complete_package() -> None:
     """Import all families, once."""
-    with _LOCK, defer_plotting():
+    with _LOCK, _without_plotting():
         package = import_module(_PACKAGE)
         if isinstance(package, _PartialPackage):
             for module in (package, sys.modules[_FACTORY]):
@@ -93,12 +93,35 @@ def _complete_package() -> None:
             package.__spec__.loader.exec_module(package)
 
 
+@contextmanager
+def _without_plotting() -> Iterator[None]:
+    """Import families that use cellpylib without matplotlib, which it imports and which they never use.
+
+    Other code that imports cellpylib gets a complete one.
+    """
+    if {"cellpylib", "matplotlib"} & sys.modules.keys():
+        yield
+        return
+    # Python warns about the syntax of cellpylib when it compiles it. Users of Perilune cannot change that.
+    warnings.filterwarnings("ignore", category=SyntaxWarning, module=".*cellpylib")
+    sys.modules.update({name: ModuleType(name) for name in _PLOTTING})
+    vars(sys.modules["mpl_toolkits.mplot3d"])["Axes3D"] = None
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if name in _PLOTTING or name.startswith("cellpylib")]:
+            del sys.modules[name]
+
+
 @cache
-def _find_module(family: str) -> str | None:
-    """Return the module that registers a family; None if no source names it."""
+def _modules() -> dict[str, str]:
+    """Return the modules that register the families, by family."""
     spec = find_spec(_PACKAGE)
-    for folder in (spec and spec.submodule_search_locations) or ():
+    assert spec is not None and spec.submodule_search_locations is not None
+    modules = {}
+    for folder in spec.submodule_search_locations:
         for file in sorted(Path(folder).rglob("*.py")):
-            if f'\nDATASET_NAME = "{family}"\n' in file.read_text(encoding="utf-8"):
-                return ".".join((_PACKAGE, *file.relative_to(folder).with_suffix("").parts))
-    return None
+            text = file.read_text(encoding="utf-8")
+            if found := re.search(r'^DATASET_NAME = "(\w+)"$', text, re.MULTILINE):
+                modules[found[1]] = ".".join((_PACKAGE, *file.relative_to(folder).with_suffix("").parts))
+    return modules
