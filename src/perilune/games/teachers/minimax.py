@@ -48,7 +48,7 @@ class MinimaxTeacher:
 
     def probabilities(self, state: Any, player: int, seed: int) -> Mapping[int, float]:
         """Return equal probabilities for all best moves."""
-        return self.table.row(str(state))
+        return self.table[str(state)]
 
 
 def _solve(game: Any, where: str) -> PolicyTable:
@@ -78,7 +78,7 @@ def _solve(game: Any, where: str) -> PolicyTable:
         return values[position]
 
     value(game.new_initial_state())
-    return PolicyTable.from_rows(best)
+    return best
 
 
 def _rank(value: Value, sign: float) -> tuple[float, int]:

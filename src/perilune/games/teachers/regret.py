@@ -59,7 +59,7 @@ class RegretSolver:
         """Return the average policy by information state; uniform where MCCFR did not visit."""
         if not self._is_sampling:
             rows = self._solver.tabular_average_policy().policy_table()
-            return PolicyTable.from_rows({key: dict(row) for key, row in rows.items()})
+            return {key: dict(row) for key, row in rows.items()}
         policy, rows, pending = self.policy(), {}, [self.game.new_initial_state()]
         while pending:
             state = pending.pop()
@@ -70,7 +70,7 @@ class RegretSolver:
                 if key not in rows:
                     rows[key] = dict(policy.get_state_policy(state))
             pending += [state.child(action) for action in state.legal_actions()]
-        return PolicyTable.from_rows(rows)
+        return rows
 
 
 class RegretTeacher:
@@ -108,7 +108,7 @@ class RegretTeacher:
     def probabilities(self, state: Any, player: int, seed: int) -> Mapping[int, float]:
         """Return the probabilities of the average policy."""
         prefix = f"Current player: {player}\n" if self._prefixed else ""
-        return self.table.row(prefix + state.information_state_string(player))
+        return self.table[prefix + state.information_state_string(player)]
 
 
 def _solve(game: Any, algorithm: str) -> PolicyTable:
