@@ -85,8 +85,8 @@ def test_each_episode_has_own_server_and_crash_gives_reward_0(tmp_path: Path) ->
         assert dead.result.metrics == {"contained/tools": 1.0}
     assert isinstance(good.result, Observation) and good.result.metrics == {"calls": 1.0}
     (failed,) = play(spec | {"on_crash": "fail"}, [call("crash")])
-    assert failed.result == Failure("environment", "the server ended")
+    assert failed.result == Failure("environment", "the server closed its socket")
     environment = make_environment(spec | {"variables": {"MODE": "broken"}})
-    with pytest.raises(Exception, match="the server ended: no notes today"):
+    with pytest.raises(Exception, match="the server closed its socket: no notes today"):
         environment.reset(next(environment.tasks("train", 0)), 0)
     environment.close()

@@ -91,7 +91,7 @@ class ProcessSocket(ABC):
         while b"\n" not in self._buffer:
             left = until - time.monotonic()
             if left <= 0:
-                raise BrokenChannelError(f"no answer within {seconds:g} s")
+                raise BrokenChannelError(f"no answer within {round(seconds, 2):g} s")
             for key, events in self._selector.select(min(left, _MAX_WAIT_S)):
                 if key.fd == self._errors:
                     self._read_errors()

@@ -4,23 +4,28 @@ https://modelcontextprotocol.io: JSON-RPC 2.0, one message a line. The server is
 timeout, and every message a largest size.
 """
 
-import json
 import os
-import select
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from perilune.sandbox.channel import BrokenChannelError, ProcessSocket
 from perilune.sandbox.programs import Streams
 
 PROTOCOL_VERSION = "2025-06-18"  # of the protocol; the server may choose another
 _MAX_MESSAGE_BYTES = 1 << 20  # of a message
-_READ_BYTES = 65536
 _MAX_PAGES = 64
 
 
 class ToolServerError(Exception):
     """The server ended, hangs, or violates the protocol."""
+
+
+class _Socket(ProcessSocket):
+    """The server's standard input and output. Its program knows how it ends, and what it writes to stderr."""
+
+    def exit_code(self) -> None:
+        return None
 
 
 class ToolServer:
@@ -33,16 +38,14 @@ class ToolServer:
 
     def __init__(self, start: Callable[[Streams], Any], seconds: float) -> None:
         self._seconds = seconds
-        self._buffer = b""
         self._number = 0
-        requests, self._requests = os.pipe()
-        self._responses, output = os.pipe()
-        os.set_blocking(self._requests, False)
+        self._socket = _Socket("the server", _MAX_MESSAGE_BYTES)
+        end, errors = self._socket.child_ends
+        os.close(errors)
         try:
-            self.program = start(Streams(requests, output))
+            self.program = start(Streams(end, os.dup(end)))
         except BaseException:
-            os.close(self._requests)
-            os.close(self._responses)
+            self._socket.close()
             raise
 
     def initialize(self) -> None:
@@ -95,9 +98,8 @@ class ToolServer:
             raise ToolServerError("the result of a tool is malformed") from None
 
     def close(self) -> None:
-        os.close(self._requests)
+        self._socket.close()
         self.program.end()
-        os.close(self._responses)
 
     def _request(self, method: str, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the result of a request; {"error": message} if the server refuses it."""
@@ -105,7 +107,10 @@ class ToolServer:
         deadline = time.monotonic() + self._seconds
         self._send({"id": self._number, "method": method, "params": parameters})
         while True:
-            message = self._receive(deadline)
+            try:
+                message = self._socket.receive(max(deadline - time.monotonic(), 0.0))
+            except BrokenChannelError as broken:
+                raise ToolServerError(str(broken)) from None
             if "method" in message:
                 if "id" in message:  # a request of the server; this client offers nothing
                     refusal = {"code": -32601, "message": "not supported"}
@@ -121,33 +126,4 @@ class ToolServer:
         return result
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        data = json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n"
-        deadline = time.monotonic() + self._seconds
-        try:
-            while data:
-                self._wait([], [self._requests], deadline)
-                data = data[os.write(self._requests, data) :]
-        except OSError:
-            raise ToolServerError("the server closed its input") from None
-
-    def _receive(self, deadline: float) -> dict[str, Any]:
-        while b"\n" not in self._buffer:
-            self._wait([self._responses], [], deadline)
-            if not (data := os.read(self._responses, _READ_BYTES)):
-                raise ToolServerError("the server ended")
-            self._buffer += data
-            if len(self._buffer) > _MAX_MESSAGE_BYTES:
-                raise ToolServerError(f"a message has more than {_MAX_MESSAGE_BYTES} bytes")
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        try:
-            message = json.loads(line)
-        except (ValueError, RecursionError):
-            message = None
-        if not isinstance(message, dict):
-            raise ToolServerError("a message is not a JSON object")
-        return message
-
-    def _wait(self, readable: list[int], writable: list[int], deadline: float) -> None:
-        ready = select.select(readable, writable, [], max(deadline - time.monotonic(), 0.0))
-        if not any(ready):
-            raise ToolServerError(f"the server did not answer within {self._seconds:g} s")
+        self._socket.send({"jsonrpc": "2.0", **message})
