@@ -22,6 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from perilune.bundle.machine import observe_machine
 from perilune.errors import WorkFailedError
 from perilune.files import read_json_lines, read_json_or_empty, write_json
@@ -382,9 +384,6 @@ def load_calibration(home: Path, device: str) -> Calibration | None:
     """Return the calibration of a device of this machine ("cuda", or a number of threads), or None."""
     saved = read_json_or_empty(home / CALIBRATION_FILE).get(machine_name(), {}).get(device)
     try:
-        kinds = ("decode", "update", "reinforce")
-        speeds = [Speed(row["parameters"], *(tuple(row[kind]) for kind in kinds)) for row in saved["speeds"]]
-        overhead = Overhead(**saved["overhead"])
-        return Calibration(device, tuple(speeds), saved["bfloat16"], overhead, saved["measured"])
-    except (TypeError, KeyError):  # none, or written by an earlier version
+        return TypeAdapter(Calibration).validate_python(saved)
+    except ValidationError:  # none, or written by an earlier version
         return None

@@ -128,6 +128,9 @@ class StepCost:
 
     seconds: Mapping[str, float]
 
+    def __post_init__(self) -> None:  # in the order of `StepWork.features`; JSON files are sorted
+        object.__setattr__(self, "seconds", {name: self.seconds[name] for name in FEATURE_NAMES})
+
     def step_seconds(self, work: StepWork) -> float:
         return sum(map(float.__mul__, self.seconds.values(), work.features()))
 

@@ -9,10 +9,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
+from pydantic import TypeAdapter, ValidationError
+
 import perilune
 from perilune.errors import RequestError
 from perilune.files import read_json_or_empty, write_json
-from perilune.simulate.step_cost import FEATURE_NAMES, StepCost, StepTimes
+from perilune.simulate.step_cost import StepCost, StepTimes
 
 COEFFICIENTS_FILE = "simulation.json"  # in the home
 PASSES_PER_UPDATE = 3  # an update takes as long as three forward passes, of which the backward pass takes two
@@ -160,8 +162,9 @@ def load_coefficients(home: Path, machine: str, model: str) -> Calibrated:
         RequestError: when the home has no coefficients, or they measure another version of the engine.
     """
     try:
-        calibrated = _parse_calibrated(read_json_or_empty(home / COEFFICIENTS_FILE)[machine][model])
-    except (KeyError, TypeError):  # none, or damaged
+        document = read_json_or_empty(home / COEFFICIENTS_FILE)[machine][model]
+        calibrated = TypeAdapter(Calibrated).validate_python(document)
+    except (KeyError, TypeError, ValidationError):  # none, or damaged
         calibrated = None
     remedy = "run perilune calibrate RECIPE, or name other machines with --machines"
     if calibrated is None:
@@ -173,14 +176,3 @@ def load_coefficients(home: Path, machine: str, model: str) -> Calibrated:
             remedy=remedy,
         )
     return calibrated
-
-
-def _parse_calibrated(document: Mapping[str, Any]) -> Calibrated:
-    times = dict(document["times"])
-    seconds = times.pop("step")["seconds"]
-    step = StepCost({name: float(seconds[name]) for name in FEATURE_NAMES})
-    return Calibrated(**{**document, "times": MeasuredTimes(step, **_lists_to_tuples(times))})
-
-
-def _lists_to_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

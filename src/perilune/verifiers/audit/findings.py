@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from perilune.environments.core.protocol import Task, Transcript
 
 Grade = Literal["A", "B", "C", "D", "F"]
@@ -31,11 +33,6 @@ class Example:
     task: Task
     transcript: Transcript
     verdict: float | str
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> Example:
-        transcript = {name: raw["transcript"][name] for name in Transcript.__slots__}
-        return cls(Task(**raw["task"]), Transcript(**transcript), raw["verdict"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +89,4 @@ class Audit:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Audit:
-        values = {name: raw[name] for name in cls.__slots__ if name != "findings"}
-        findings = [
-            Finding(**{**row, "example": Example.from_json(row["example"])}) for row in raw["findings"]
-        ]
-        return cls(**values, findings=findings)
+        return TypeAdapter(cls).validate_python(raw)
