@@ -7,7 +7,6 @@ keys and values to decode replicas.
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -17,15 +16,17 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from perilune.engine.offload import OffloadSettings
 from perilune.errors import RequestError
 from perilune.execution.processes import die_with_parent
-from perilune.files import finite_number, read_regular
+from perilune.files import read_regular
+from perilune.frozen import invalid_value
 from perilune.models.card.model_card import ModelCard
 from perilune.models.memory import DEFAULT_TOKEN_BUDGET
 from perilune.simulate.autoscaling import Autoscaling, ScalingResult, assign_replicas
@@ -67,6 +68,17 @@ class Arrival:
         return np.concatenate([*shared, own]).tolist()  # type: ignore[no-any-return]
 
 
+class _Line(BaseModel):
+    """A line of a trace. The time is in milliseconds."""
+
+    model_config = ConfigDict(strict=True)
+
+    timestamp: float = Field(ge=0, le=1000 * MAX_SECONDS)
+    input_length: int = Field(ge=1)
+    output_length: int = Field(ge=1)
+    hash_ids: list[Annotated[int, Field(ge=0)]] = []
+
+
 @lru_cache(maxsize=4096)
 def _hash_tokens(digest: int) -> Tokens:
     return np.random.default_rng((0, digest)).integers(VOCABULARY_SIZE, size=TOKENS_PER_HASH, dtype=np.int32)
@@ -84,39 +96,19 @@ def read_requests(path: Path) -> list[Arrival]:
         if not line.strip():
             continue
         try:
-            arrivals.append(_parse_arrival(number, json.loads(line)))
-        except (ValueError, RecursionError) as error:
+            row = _Line.model_validate_json(line)
+        except ValidationError as error:
             raise RequestError(
-                f"not a request: {error}",
+                f"not a request: {invalid_value(error).what}",
                 where=f"{path}:{number}",
                 remedy='a line is like {"timestamp": 27482, "input_length": 6955, "output_length": 52}',
             ) from None
+        hashes = tuple(row.hash_ids)
+        arrivals.append(Arrival(number, row.timestamp / 1000, row.input_length, row.output_length, hashes))
     if not arrivals:
         raise RequestError("the file has no requests", where=str(path))
     arrivals.sort(key=lambda arrival: arrival.time)
     return [replace(arrival, time=arrival.time - arrivals[0].time) for arrival in arrivals]
-
-
-def _parse_arrival(number: int, row: Any) -> Arrival:
-    """Return the request of a line of a trace; `number` counts from 1.
-
-    Raises:
-        ValueError: when the line is not a request.
-    """
-    row = row if isinstance(row, dict) else {}
-    milliseconds = finite_number(row.get("timestamp"))
-    if milliseconds is None or not 0 <= milliseconds <= 1000 * MAX_SECONDS:
-        raise ValueError(f"timestamp must be milliseconds from 0 to {1000 * MAX_SECONDS:.0e}")
-    prompt, output, hashes = row.get("input_length"), row.get("output_length"), row.get("hash_ids", [])
-    if not _are_integers([prompt, output], 1):
-        raise ValueError("input_length and output_length must be integers of at least 1")
-    if not isinstance(hashes, list) or not _are_integers(hashes, 0):
-        raise ValueError("hash_ids must be a list of integers of at least 0")
-    return Arrival(number, milliseconds / 1000, prompt, output, tuple(hashes))
-
-
-def _are_integers(values: Sequence[Any], least: int) -> bool:
-    return all(type(value) is int and value >= least for value in values)
 
 
 def poisson_requests(rate: float, seconds: float, prompt: float, output: float, seed: int) -> list[Arrival]:
