@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from perilune.bundle.hardware import HardwareSampler
+from perilune.execution.hardware import HardwareSampler
 
 MEBIBYTE = 1 << 20
 

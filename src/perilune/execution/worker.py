@@ -22,12 +22,12 @@ from typing import Any
 
 import psutil
 
-from perilune.bundle.hardware import HardwareSampler
 from perilune.bundle.inspection import read_job
 from perilune.bundle.manifest import write_manifest
 from perilune.bundle.verify import require_verified
 from perilune.errors import PeriluneError, RequestError
 from perilune.execution.claim import CLAIM_VARIABLE, Claim, hold_claim
+from perilune.execution.hardware import HardwareSampler
 from perilune.execution.processes import adopt_orphans, die_with_parent, kill_all
 from perilune.execution.ranks import Node, Ranks, write_logs
 from perilune.execution.verdict import (
