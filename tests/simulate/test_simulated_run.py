@@ -298,7 +298,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_simulate_needs_a_calibration_of_this_machine(recipe: str) -> None:
     from perilune.control.record.home import Home
-    from perilune.plan.simulation_calibration import describe_machine
+    from perilune.plan.simulation_calibration import describe_device
     from perilune.recipe.load import load_recipe
     from perilune.simulate.times import engine_digest, model_digest
 
@@ -310,7 +310,7 @@ def test_simulate_needs_a_calibration_of_this_machine(recipe: str) -> None:
     assert model is not None
     digest = model_digest(model.model_dump())
     save_coefficients(
-        Home.open().root, Calibrated(TIMES, digest, describe_machine("1"), engine_digest(), 0.0, 0.1)
+        Home.open().root, Calibrated(TIMES, digest, describe_device("1"), engine_digest(), 0.0, 0.1)
     )
     ran = CliRunner().invoke(app, ["simulate", recipe])
     assert ran.exit_code == 0, ran.output

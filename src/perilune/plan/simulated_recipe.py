@@ -17,7 +17,7 @@ from perilune.models.text.template_facts import recipe_tokenizer
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.plan.estimate import device_name, run_trials
 from perilune.plan.lengths import estimate_lengths, find_finished_run
-from perilune.plan.simulation_calibration import describe_machine
+from perilune.plan.simulation_calibration import describe_device
 from perilune.recipe.schema import Recipe, Stage, build_job
 from perilune.simulate.asynchronous import simulate_run
 from perilune.simulate.engine import SimulatedEngine, SimulatedModel
@@ -103,7 +103,7 @@ class _Simulator:
         if (machines := options.machines) is not None:
             self.where = f"{machines.count} x {machines.name}, {ASSUMPTIONS}"
             return
-        machine = describe_machine(device_name(recipe.resources))
+        machine = describe_device(device_name(recipe.resources))
         self.calibrated = load_coefficients(
             self.control.home.root, machine, model_digest(recipe.model.model_dump())
         )

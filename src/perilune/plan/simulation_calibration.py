@@ -110,11 +110,11 @@ def measure_times(
     training = _measure_training(recipe, shapes)
     times = MeasuredTimes(step=step, publish=publish, **training)
     return Calibrated(
-        times, model_digest(section), describe_machine(device), engine_digest(), round(time.time(), 3), error
+        times, model_digest(section), describe_device(device), engine_digest(), round(time.time(), 3), error
     )
 
 
-def describe_machine(device: str) -> str:
+def describe_device(device: str) -> str:
     """Describe this machine and one of its devices (as `device_name` returns it)."""
     return f"{machine_name()}, {device if device == 'cuda' else f'threads {device}'}"
 
