@@ -170,7 +170,10 @@ def pack(
         ValueError: when groups have different surrogates or value clips.
     """
     groups = list(groups)
-    denominators = {name: _denominator(groups, name) for name in COMPONENTS}
+    denominators = {
+        name: sum(group.components[name].denominator for group in groups if name in group.components)
+        for name in COMPONENTS
+    }
     surrogate, value_clip = _shared_loss(groups)
     chunks = [
         chunk for group in groups for chunk in _chunks(_weighted_items(group, denominators), token_budget)
@@ -201,10 +204,6 @@ def _shared_loss(groups: Sequence[WeightedGroup]) -> tuple[Surrogate, float]:
     if len(surrogates) > 1 or len(clips) > 1:
         raise ValueError(f"groups of one step have different losses: {surrogates or clips}")
     return surrogates.pop() if surrogates else PPO, clips.pop() if clips else 0.0
-
-
-def _denominator(groups: Sequence[WeightedGroup], name: str) -> float:
-    return sum(group.components[name].denominator for group in groups if name in group.components)
 
 
 def _weighted_items(group: WeightedGroup, denominators: dict[str, float]) -> list[_Item]:

@@ -56,7 +56,10 @@ def make_expectation(track: Track) -> Expectation:
         verdict=track.verdict,
         texts=tuple(sha256_bytes(turn.text.encode("utf-8", "surrogatepass")) for turn in track.turns),
         seen=(track.opening, *(turn.messages for turn in track.turns)),
-        tokens=tuple(_digest_tokens(ids) for ids in (track.prompt, *(turn.seen for turn in track.turns))),
+        tokens=tuple(
+            sha256_bytes(canonical_json(list(ids)))
+            for ids in (track.prompt, *(turn.seen for turn in track.turns))
+        ),
         stop=track.stop,
     )
 
@@ -160,7 +163,3 @@ def _format_value(value: Any) -> str:
 
 def _format_messages(messages: Messages) -> str:
     return repr("".join(f"{message['role']}: {message['content']}" for message in messages))
-
-
-def _digest_tokens(ids: Sequence[int]) -> str:
-    return sha256_bytes(canonical_json(list(ids)))

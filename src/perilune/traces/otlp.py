@@ -65,7 +65,9 @@ def _episode_spans(episode: Episode, begin: int, source: str, texts: bool) -> It
             "startTimeUnixNano": str(begin + max(span.begin, 0) * _ROUND_NS),
             "endTimeUnixNano": str(begin + max(span.end, 0) * _ROUND_NS),
             "attributes": encode_attributes(shared | agent),
-            "status": _episode_status(episode) if not span.parent else {"code": OK},
+            "status": {"code": ERROR, "message": episode.failure}
+            if episode.failure and not span.parent
+            else {"code": OK},
         }
         if span.parent:
             agent_span["parentSpanId"] = _hex_digest(f"{own} {span.parent}", 16)
@@ -119,10 +121,6 @@ def _outcome_attributes(episode: Episode) -> dict[str, Any]:
     if episode.failure:
         attributes["error.type"] = episode.failure.partition(":")[0]
     return attributes
-
-
-def _episode_status(episode: Episode) -> dict[str, Any]:
-    return {"code": ERROR, "message": episode.failure} if episode.failure else {"code": OK}
 
 
 def _encode_messages(messages: Sequence[Mapping[str, str]]) -> str:

@@ -1,7 +1,7 @@
 """The two ways to use the search stack: from code, and with single calls whose results enter the context."""
 
 import ast
-from typing import Any, Protocol
+from typing import Any
 
 from perilune.environments.builtin.tool_calls import ANSWER_MARK, Answer, InvalidAction
 from perilune.environments.interpreter import actions
@@ -21,15 +21,6 @@ from perilune.environments.search.stack import FUNCTIONS_SOURCE, HOSTED_FUNCTION
 _MAX_CALL_CHARS = 4000  # characters of a compact call
 
 
-class SearchAgent(Protocol):
-    """Takes the actions of an episode."""
-
-    counts: dict[str, float]
-
-    def take(self, text: str) -> Answer | str:
-        """Return the answer that ends the episode, or the text that the agent sees."""
-
-
 class CodeAgent:
     """Runs blocks of Python in the sandbox. The agent sees their output."""
 
@@ -46,6 +37,7 @@ class CodeAgent:
         self.counts = {"blocks": 0.0}
 
     def take(self, text: str) -> Answer | str:
+        """Return the answer that ends the episode, or the text that the agent sees."""
         action = actions.parse_action(text, "python", self._style)
         if isinstance(action, Answer):
             return action

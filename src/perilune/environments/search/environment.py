@@ -19,7 +19,7 @@ from perilune.environments.core.protocol import Message, Observation, Split, Tas
 from perilune.environments.core.tasks_section import TasksSection
 from perilune.environments.interpreter.interpreter import CodeRunner
 from perilune.environments.search import prompts
-from perilune.environments.search.agents import CallAgent, CodeAgent, SearchAgent
+from perilune.environments.search.agents import CallAgent, CodeAgent
 from perilune.environments.search.corpus import Corpus, read_corpus
 from perilune.environments.search.embeddings import Embeddings, EmbeddingsSpec
 from perilune.environments.search.index import get_index
@@ -142,7 +142,7 @@ class SearchEnvironment(MultiTurn):
         self._code.close()
         self._borrowed.close()
 
-    def _make_agent(self, stack: SearchStack) -> SearchAgent:
+    def _make_agent(self, stack: SearchStack) -> CodeAgent | CallAgent:
         style, max_output_chars = self.spec.prompt, self.spec.sandbox.output
         if self.spec.mode == "calls":
             return CallAgent(stack, style, max_output_chars)
