@@ -101,13 +101,17 @@ class Attempt:
         spec = self.job.get("spec")
         return spec if isinstance(spec, dict) else {}
 
+    @cached_property
+    def _episodes_folder(self) -> Path:
+        return (self.root or Path()) / "artifacts" / "episodes"
+
     @property
     def episode_steps(self) -> list[int]:
         """The steps that have a file of episodes, ascending."""
         if self.root is None:
             return []
         try:
-            names = os.listdir(self.root / "artifacts" / "episodes")  # noqa: PTH208 a path for each is slow
+            names = os.listdir(self._episodes_folder)  # noqa: PTH208 a path for each is slow
         except OSError:
             return []
         return sorted(int(match[1]) for name in names if (match := STEP_FILE.fullmatch(name)))
@@ -117,12 +121,12 @@ class Attempt:
         return [self.episodes_path(step) for step in self.episode_steps]
 
     def episodes_path(self, step: int) -> Path:
-        return (self.root or Path()) / "artifacts" / "episodes" / f"step-{step:06d}.parquet"
+        return self._episodes_folder / f"step-{step:06d}.parquet"
 
     @property
     def greedy_file(self) -> Path | None:
-        path = None if self.root is None else self.root / "artifacts" / "episodes" / "greedy.parquet"
-        return path if path is not None and path.exists() else None
+        path = self._episodes_folder / "greedy.parquet"
+        return path if self.root is not None and path.exists() else None
 
     @property
     def checkpoints(self) -> list[Path]:
