@@ -170,6 +170,19 @@ def test_headline_names_a_measure_that_moved_the_other_way() -> None:
     assert f"pass@8 fell from 100.0% to 50.0%: {lost}." in headline.paragraphs[1]
 
 
+def test_headline_names_every_measure_that_fell() -> None:
+    """Before: two of eight samples right on every task. After: one of eight on half the tasks."""
+    before, after = (
+        evaluation(name, pass_at_1=rate, **{"pass@8": most, "correct_per_task": right})
+        for name, rate, most, right in (
+            ("before", 0.25, 1.0, [(str(task), 8, 2) for task in range(40)]),
+            ("after", 0.0625, 0.5, [(str(task), 8, task % 2) for task in range(40)]),
+        )
+    )
+    headline = write_headline([before, after], compare_evaluations(before, after), None, [])
+    assert headline.title == "pass@1 fell from 25.0% to 6.2%; pass@8 fell from 100.0% to 50.0%"
+
+
 def test_compared_curves_have_all_seeds_at_each_step(tmp_path: Path) -> None:
     """Runs of different lengths are thinned to the same steps, so no step is the value of one seed."""
     comparison = make_comparison(tmp_path)

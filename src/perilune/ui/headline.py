@@ -92,7 +92,7 @@ def _comparison_headline(
         title += "".join(
             f"; {_describe_move(name, other, before.measures[name][0], after.measures[name][0])}"
             for name, other in comparison.differences.items()
-            if name != "pass@1" and _direction(other) not in (0, _direction(change))
+            if name != "pass@1" and (_direction(other) < 0 or _direction(other) > _direction(change))
         )
     paragraphs = [_describe_basis(change, comparison.tasks or after.tasks, trained)]
     if explained := _explain_change(comparison, before, after):
