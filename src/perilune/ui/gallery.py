@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perilune.models.gallery.concepts import CONCEPTS
-from perilune.ui.report import render_page
+from perilune.ui.report import PAGE_SCRIPTS, render_page
 
-SCRIPTS = ("page.js", "gallery.js")
+SCRIPTS = (*PAGE_SCRIPTS, "gallery.js")
 COLUMNS = (
     *("Model", "Parameters", "Active", "Published", "Layers"),
     *("Cache 1k", "32k", "128k", "Next token at 1k", "Concepts", "Runs"),

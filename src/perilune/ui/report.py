@@ -23,7 +23,9 @@ from perilune.ui.embedding import embeddable_json
 from perilune.ui.episodes import RIGHT_REWARD, EpisodeLibrary
 from perilune.ui.view import ExperimentView
 
-CHART_SCRIPTS = ("page.js", "vendor/uPlot.iife.min.js", "charts.js")  # in the order of execution
+# In the order of execution.
+PAGE_SCRIPTS = ("vendor/preact.umd.js", "vendor/hooks.umd.js", "vendor/htm.umd.js", "page.js")
+CHART_SCRIPTS = (*PAGE_SCRIPTS, "vendor/uPlot.iife.min.js", "charts.js")
 SCRIPTS = (
     *CHART_SCRIPTS,
     "verdict.js",
@@ -37,9 +39,9 @@ SCRIPTS = (
     "report.js",
 )
 LIVE_SCRIPTS = (*SCRIPTS, "live.js")
-SHARED_SCRIPTS = CHART_SCRIPTS[:2]  # all scripts use the names that these define
+SHARED_SCRIPTS = CHART_SCRIPTS[:-1]  # all scripts use the names that these define
 STYLES = ("vendor/uPlot.min.css", "report.css")
-LICENSES = ("vendor/uPlot.LICENSE",)
+LICENSES = ("preact", "htm", "uPlot")  # every page has these notices
 
 
 def build_report(experiment: ExperimentView, out: Path) -> Path:
@@ -91,12 +93,13 @@ def render_page(
     assets = files("perilune.ui") / "assets"
     style = "".join((assets / name).read_text(encoding="utf-8") for name in STYLES)
     scripts = [(assets / name).read_text(encoding="utf-8") for name in names]
+    licenses = [(assets / "vendor" / f"{name}.LICENSE").read_text(encoding="utf-8") for name in LICENSES]
     return Template((assets / "report.html").read_text(encoding="utf-8")).substitute(
         title=html.escape(title),
         policy=_security_policy(style, scripts, live),
         style=style,
         data="\n".join([render_data_block("report-data", embeddable_json(to_plain(document))), *blocks]),
-        licenses="\n".join((assets / name).read_text(encoding="utf-8") for name in LICENSES),
+        licenses="\n".join(f"{name}:\n{text}" for name, text in zip(LICENSES, licenses, strict=True)),
         # The other scripts are modules, so that their names do not collide.
         scripts="\n".join(
             f"<script{'' if name in SHARED_SCRIPTS else ' type=module'}>{script}</script>"

@@ -24,39 +24,38 @@ function curve([stage, attempts], open) {
   });
 }
 
-function drawn({ attempts, searched, of }, go) {
+function Found({ attempts, searched, of, go }) {
+  const [most, setMost] = useState(MOST);
   const read = (attempt, member) => go(attempt.stage, attempt.label, member.id);
   const stages = [...Map.groupBy(attempts, one => one.stage)];
   const rewards = attempts.flatMap(one => one.members.map(member => member.reward));
   const range = [Math.min, Math.max].map((outer, start) => rewards.reduce((a, b) => outer(a, b), start));
   const strip = one =>
     Groups.strip({ id: `${one.stage} ${one.label}`, task: one.label, members: one.members }, ...range, member => read(one, member));
-  const strips = h("div.strips.attempts");
-  const more = Page.plain(`Show all ${Format.integer(attempts.length)} steps`, () => draw(Infinity));
-  function draw(most) {
-    strips.replaceChildren(...attempts.slice(0, most).map(strip));
-    more.hidden = attempts.length <= most;
-  }
-  draw(MOST);
   const said = ([stage, found]) => `${stage}: ${right(found)} of ${samples(found)} right in ${found.length} ${found.length === 1 ? "step" : "steps"}`;
   const rest = searched < of && ` Searched ${Format.integer(searched)} of ${Format.integer(of)} steps.`;
-  return [
-    h("p.muted", { role: "status" }, `${stages.map(said).join("; ")}.`, rest),
-    ...stages.filter(([, found]) => found.length > 1).map(found => curve(found, one => read(one, one.members[0]))),
-    strips,
-    more,
-  ];
+  return html`
+    <p class="muted" role="status">${stages.map(said).join("; ")}.${rest}</p>
+    ${stages.filter(([, found]) => found.length > 1).map(found => curve(found, one => read(one, one.members[0])))}
+    <div class="strips attempts">${attempts.slice(0, most).map(strip)}</div>
+    <${Groups.More} all=${attempts} most=${most} setMost=${setMost} what="steps" />`;
 }
 
-// `gather` passes the attempts to a function, and `go` opens one of them.
-function card(gather, go) {
-  const body = h("div.stack");
-  const ontoggle = () => {
-    Address.set("task", details.open ? "open" : "");
-    if (details.open) gather(found => body.replaceChildren(...drawn(found, go)));
-  };
-  const details = h("details", { open: Address.get("task") === "open", ontoggle }, h("summary", "The same task in other steps"), body);
-  return h("div.card", details);
+// `gather` passes the attempts at the task of a group to a function, and `go` opens one of them.
+function Attempts({ group, gather, go }) {
+  const [kept, keep] = useSetting("task");
+  const [found, setFound] = useState(null);
+  const isOpen = kept === "open";
+  useEffect(() => {
+    if (isOpen) gather(group.task, setFound);
+  }, [group, isOpen]);
+  const body = useMemo(() => found && html`<${Found} ...${found} go=${go} />`, [found]);
+  return html`<div class="card">
+    <details open=${isOpen} ontoggle=${event => keep(event.target.open ? "open" : "")}>
+      <summary>The same task in other steps</summary>
+      <div class="stack">${body}</div>
+    </details>
+  </div>`;
 }
 
-globalThis.Attempts = { card };
+globalThis.Attempts = Attempts;

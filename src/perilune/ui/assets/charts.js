@@ -1,10 +1,9 @@
 // Charts. uPlot draws lines and bars on a canvas; rows (dumbbells, forests, waterfalls, time lines) are elements.
-const charts = new Set();
-let smoothing = 0;
 
 // --- colors
 // The value of a color variable, which the canvas needs; `share` is the opacity in percent.
-const probe = document.body.appendChild(h("i", { hidden: true }));
+const probe = document.body.appendChild(document.createElement("i"));
+probe.hidden = true;
 const inks = new Map();
 function ink(name, share = 100) {
   const mixed = `color-mix(in srgb, var(--${name}) ${share}%, transparent)`;
@@ -16,23 +15,21 @@ function ink(name, share = 100) {
 }
 const family = getComputedStyle(document.body).fontFamily;
 
-function redraw(isMeant) {
-  for (const chart of charts) if (isMeant(chart.spec)) chart.redraw();
-}
 function recolor() {
   inks.clear();
-  redraw(() => true);
+  tell("colors");
 }
-for (const query of ["(prefers-color-scheme: dark)", "print"]) matchMedia(query).addEventListener("change", recolor);
+const printing = matchMedia("print");
+for (const query of [matchMedia("(prefers-color-scheme: dark)"), printing]) query.addEventListener("change", recolor);
 new MutationObserver(recolor).observe(document.documentElement, { attributeFilter: ["data-theme"] });
 
 // --- tooltip
-const tooltip = h("div.tooltip", { role: "status", hidden: true });
-document.body.append(tooltip);
+const tooltip = document.body.appendChild(document.createElement("div"));
+Object.assign(tooltip, { className: "tooltip", role: "status", hidden: true });
 
 function showTooltip(x, y, title, rows) {
-  const shown = rows.map(row => h("div.tooltip-row", swatch(row), h("span", row.name), h("b", row.value)));
-  tooltip.replaceChildren(h("div.tooltip-title", title), ...shown);
+  const row = one => html`<div class="tooltip-row">${swatch(one)}<span>${one.name}</span><b>${one.value}</b></div>`;
+  render(html`<div class="tooltip-title">${title}</div>${rows.map(row)}`, tooltip);
   tooltip.hidden = false;
   const { width, height } = tooltip.getBoundingClientRect();
   const fits = x + 14 + width < document.documentElement.clientWidth;
@@ -45,40 +42,37 @@ function hideTooltip() {
 }
 addEventListener("scroll", hideTooltip, { passive: true, capture: true });
 
-const swatch = ({ color, hollow, dash }) =>
-  color !== undefined && h(`i.swatch${hollow ? ".hollow" : dash ? ".dashed" : ""}`, { "--swatch": `var(--c${color})` });
+function swatch({ color, hollow, dash }) {
+  const kind = hollow ? "swatch hollow" : dash ? "swatch dashed" : "swatch";
+  return color !== undefined && html`<i class=${kind} style=${{ "--swatch": `var(--c${color})` }} />`;
+}
 
 // --- parts of every chart: title, tools, legend with current values, drawing, caption
-function framed(spec, legend) {
-  const values = new Map(legend.map(one => [one.name, h("b")]));
-  const [tools, stage] = [h("div.chart-tools"), h("div.chart-stage", { role: "img", tabindex: 0 })];
-  const element = h(
-    "figure.chart",
-    h("div.chart-head", spec.title && h("h4", spec.title), tools),
-    legend.length > 0 && h("div.legend", legend.map(one => h("span.legend-item", swatch(one), one.name, values.get(one.name)))),
-    stage,
-    spec.note && h("figcaption", spec.note),
-  );
-  if (spec.key) element.dataset.chart = spec.key;
-  return { spec, element, tools, stage, legend: values, width: 0 };
+function Frame({ spec: { key, title, note }, tools, legend, values = new Map(), stage, children, ...more }) {
+  const item = one => html`<span class="legend-item">${swatch(one)}${one.name}<b>${values.get(one.name)}</b></span>`;
+  return html`<figure class="chart" data-chart=${key}>
+    <div class="chart-head">${title && html`<h4>${title}</h4>`}<div class="chart-tools">${tools}</div></div>
+    ${legend?.length > 0 && html`<div class="legend">${legend.map(item)}</div>`}
+    <div class="chart-stage" role="img" tabindex="0" ref=${stage} ...${more}>${children}</div>
+    ${note && html`<figcaption>${note}</figcaption>`}
+  </figure>`;
 }
-const noData = () => h("p.empty", "no data yet");
-const titleAt = ({ name }, text) => (name ? `${name} ${text}` : text);
+const noData = html`<p class="empty">no data yet</p>`;
 
-// Let the keyboard select a place. places() returns all places, current() the selected one; read(place) selects a
-// place, or none if it is null.
-function listen(stage, { places, current, read, keys }) {
-  stage.addEventListener("blur", () => read(null));
-  stage.addEventListener("keydown", event => {
-    const moves = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1, PageUp: -10, PageDown: 10, Home: -Infinity, End: Infinity };
-    const [by, all] = [moves[event.key], places()];
+// Let the keyboard select one of all places. read(place) selects a place, or none if it is null.
+function keyboard(all, current, read, otherKey) {
+  const arrows = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1 };
+  const moves = { ...arrows, PageUp: -10, PageDown: 10, Home: -Infinity, End: Infinity };
+  const onkeydown = event => {
+    const by = moves[event.key];
     if (event.key === "Escape") read(null);
     else if (by && all.length) {
       event.preventDefault();
-      const from = all.indexOf(current());
+      const from = all.indexOf(current);
       read(all[clamp(0, (from < 0 && by < 0 ? all.length : from) + by, all.length - 1)]);
-    } else keys?.(event.key);
-  });
+    } else otherKey?.(event.key);
+  };
+  return { onkeydown, onblur: () => read(null) };
 }
 
 // --- ticks
@@ -88,22 +82,19 @@ const CLOCK_STEPS = [...decades(-6, 6), 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 
 const stepsOf = axis => (axis.integer ? WHOLE : axis.time ? CLOCK_STEPS : undefined);
 
 // --- zoom
-// The range of the x axis that a group of charts shows, in the unit of the axis; undefined for the whole axis.
-function zoomOf({ group, x }) {
-  const [unit, ...ends] = Address.get(`zoom.${group}`).split("~");
+// The range of the x axis that a group of charts shows, in the unit of the axis, or undefined for the whole axis, and a
+// function that changes it for the group.
+function useZoom({ group, x }) {
+  const [kept, keep] = useSetting(`zoom.${group}`);
+  const [unit, ...ends] = kept.split("~");
   const range = ends.map(Number);
-  return group && unit === x.label && range.length === 2 && range.every(isNumber) ? range : undefined;
+  const isRange = group && unit === x.label && range.length === 2 && range.every(isNumber);
+  const zoom = to => {
+    keep(to ? [x.label, ...to.map(value => Number(value.toPrecision(6)))].join("~") : "");
+    hideTooltip();
+  };
+  return [isRange ? range : undefined, zoom];
 }
-
-// Show a range in all charts of a group, or the whole axis.
-function zoom({ group, x }, range) {
-  Address.set(`zoom.${group}`, range ? [x.label, ...range.map(value => Number(value.toPrecision(6)))].join("~") : "");
-  hideTooltip();
-  refresh(group);
-}
-
-const refresh = group => redraw(spec => spec.group === group);
-Address.restore(() => redraw(spec => spec.group));
 
 // --- drawing on the canvas, in units of the axes
 function trace(u, paths) {
@@ -137,39 +128,57 @@ function widest(u, texts) {
   return Math.max(0, ...texts.map(text => u.ctx.measureText(text).width)) / devicePixelRatio;
 }
 
-/* reading(isLog): what to draw, read again for each drawing: {series of {name, x, y, low?, high?, color},
-   columns: these series as those of uPlot, each with x and y of its own, notes, draw: hooks}. pad: of the x axis. */
-function plotted(spec, reading, pad = [0, 0]) {
-  const { x, group } = spec;
-  const y = { format: Format.number, ...spec.y };
-  const height = spec.height || 168;
-  let [isLog, isDue, at, plot, shown, places] = [false, false, null, null, reading(false), []];
-  const chart = framed(spec, spec.legend || (shown.series.length > 1 || spec.showLegend ? shown.series : []));
-  const { stage } = chart;
-  const formatX = value => x.names?.[places.indexOf(value)] ?? (x.format || Format.integer)(value);
-  const visible = () => places.filter(value => value >= plot.scales.x.min && value <= plot.scales.x.max);
-  const whole = Page.chip("whole range", () => zoom(spec), { hidden: true });
-  if (group) chart.tools.append(whole);
+// A reference for the stage of a chart, its width, and whether to draw: from when it comes near the window, or when the
+// browser has nothing else to do.
+function useStage() {
+  const stage = useRef();
+  const [width, setWidth] = useState(0);
+  const [isDue, setDue] = useState(false);
+  useLayoutEffect(() => {
+    const resized = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
+    const near = new IntersectionObserver(([entry]) => entry.isIntersecting && setDue(true), { rootMargin: "300px" });
+    for (const observer of [resized, near]) observer.observe(stage.current);
+    whenIdle(() => setDue(true));
+    return () => [resized, near].forEach(observer => observer.disconnect());
+  }, []);
+  return [stage, width, isDue];
+}
 
-  chart.redraw = () => {
-    plot?.destroy();
-    plot = null;
-    shown = reading(isLog);
-    places = placesOf(shown.series.flatMap(one => one.x));
-    whole.hidden = !zoomOf(spec);
-    stage.ariaLabel = describe();
-    stage.replaceChildren(...(places.length ? shown.notes || [] : [noData()]));
-    stage.style.minHeight = places.length ? `${height}px` : "";
-    if (chart.width < 40 || !places.length || !(isDue || matchMedia("print").matches)) return;
-    const { columns } = shown;
+/* make(given, isLog, smoothing): what to draw: {spec: with all details, series of {name, x, y, low?, high?, color},
+   columns: these series as those of uPlot, each with x and y of its own, notes, draw: hooks, pad: of the x axis}.
+   Another object `given` draws the chart again. */
+function Plot({ given, make }) {
+  const [isLog, setLog] = useState(false);
+  const [at, setAt] = useState(null); // the place whose values are shown
+  const [stage, width, isDue] = useStage();
+  const [smoothing] = useSetting("smoothing");
+  const [range, zoom] = useZoom(given);
+  const colors = useNews("colors");
+  const holder = useRef();
+  const plot = useRef(null);
+  const chart = useMemo(() => {
+    const made = make(given, isLog, Number(smoothing));
+    return { ...made, places: placesOf(made.series.flatMap(one => one.x)) };
+  }, [given, isLog, given.smooth && smoothing, colors]);
+  const { spec, series, columns, places, pad = [0, 0] } = chart;
+  const { x, group, height = 168 } = spec;
+  const y = { format: Format.number, ...spec.y };
+  const visible = range ? places.filter(value => value >= range[0] && value <= range[1]) : places;
+  const isDrawn = width >= 40 && places.length > 0 && (isDue || printing.matches);
+
+  useLayoutEffect(() => {
+    if (!isDrawn) return undefined;
     const bands = columns.flatMap(({ area }, index) => (area ? { series: [index + 1, index + 2], fill: area } : []));
     const data = uPlot.join(columns.map(one => [one.x, one.y]));
-    plot = new uPlot({ ...options(), width: chart.width, series: [{}, ...columns], bands }, data, stage);
-    if (spec.pick) plot.over.addEventListener("click", () => at !== null && spec.pick(at));
-    plot.over.addEventListener("pointermove", event => event.pointerType === "touch" && follow(event.offsetX));
-    queueMicrotask(() => (at === null ? show(null) : follow(plot.valToPos(at, "x"), false)));
-  };
-  const follow = (left, isShared = true) => plot.setCursor({ left, top: 0 }, true, isShared);
+    const drawn = new uPlot({ ...options(), width, series: [{}, ...columns], bands }, data, holder.current);
+    plot.current = drawn;
+    if (at !== null) queueMicrotask(() => plot.current === drawn && follow(drawn.valToPos(at, "x"), false));
+    return () => {
+      plot.current = null;
+      drawn.destroy();
+    };
+  }, [chart, width, isDrawn, range?.join()]);
+  const follow = (left, isShared = true) => plot.current.setCursor({ left, top: 0 }, true, isShared);
 
   function options() {
     const axis = { stroke: ink("muted"), font: `11px ${family}`, ticks: { show: false }, gap: 6 };
@@ -182,6 +191,7 @@ function plotted(spec, reading, pad = [0, 0]) {
       const every = all.length > 1 ? Math.ceil((widest(u, texts) + 8) / (u.valToPos(all[1], "x") - u.valToPos(all[0], "x"))) : 1;
       return texts.map((text, index) => (index % every ? "" : text));
     };
+    const under = (u, left = u.cursor.left) => nearest(visible, u.posToVal(left, "x"));
     const end = { pad: 0.06, soft: 0, mode: y.zero === false ? 0 : 1 };
     const padded = (low, high) => (low === high && !pad[0] ? [low - 1, high + 1] : [low - pad[0], high + pad[1]]);
     return {
@@ -189,7 +199,7 @@ function plotted(spec, reading, pad = [0, 0]) {
       padding: [8, u => Math.max(10, widest(u, [tickX(last(places))]) / 2 + 2), 0, 0], // room for half of the last label
       legend: { show: false },
       scales: {
-        x: { time: false, range: (_, ...ends) => zoomOf(spec) || padded(...ends) },
+        x: { time: false, range: (_, ...ends) => range || padded(...ends) },
         y: isLog ? { distr: 3 } : { range: y.domain || ((_, low, high) => uPlot.rangeNum(low, high, { min: end, max: end })) },
       },
       axes: [
@@ -205,19 +215,19 @@ function plotted(spec, reading, pad = [0, 0]) {
       ],
       cursor: {
         y: false,
-        move: (u, left, top) => [left < 0 ? left : u.valToPos(nearest(visible(), u.posToVal(left, "x")), "x"), top],
-        points: { size: 7, show: (_, index) => !shown.columns[index - 1].isQuiet && h("i") },
+        move: (u, left, top) => [left < 0 ? left : u.valToPos(under(u, left), "x"), top],
+        points: { size: 7, show: (_, index) => !columns[index - 1].isQuiet && document.createElement("i") },
         // uPlot takes a click for the end of a drag if its last move is not handled yet.
         drag: { x: Boolean(group), setScale: false, dist: 8, click: (u, event) => u.select.width && event.stopPropagation() },
-        bind: { dblclick: () => () => group && zoom(spec) },
+        bind: { dblclick: () => () => group && zoom() },
         sync: group && { key: group, scales: ["x", null], filters: { pub: type => type === "mousemove" } },
       },
       hooks: {
-        setSelect: [u => zoom(spec, [0, u.select.width].map(more => u.posToVal(u.select.left + more, "x")))],
-        setCursor: [u => plot && show(u.cursor.left < 0 ? null : nearest(visible(), u.posToVal(u.cursor.left, "x")), u.cursor.event)],
+        setSelect: [u => zoom([0, u.select.width].map(more => u.posToVal(u.select.left + more, "x")))],
+        setCursor: [({ cursor }) => plot.current && show(cursor.left < 0 ? null : under(plot.current), cursor.event)],
         drawClear: [drawBands],
         drawAxes: [u => u.scales.y.min <= 0 && stroke(u, "zero", 1, [[[u.scales.x.min, 0], [u.scales.x.max, 0]]])],
-        draw: shown.draw || [],
+        draw: chart.draw || [],
       },
     };
   }
@@ -233,81 +243,68 @@ function plotted(spec, reading, pad = [0, 0]) {
   }
 
   function describe() {
-    const parts = shown.series.map(one => {
+    const parts = series.map(one => {
       const values = one.y.filter(isNumber);
       return `${one.name} from ${y.format(values[0])} to ${y.format(last(values))}`;
     });
     return places.length ? `${spec.title || ""}: ${parts.join("; ")}. Arrow keys read single points.` : "no data yet";
   }
 
-  function rowsAt(value) {
-    const found = shown.series.map(one => [one, one.x.indexOf(value)]).filter(([one, index]) => isNumber(one.y[index]));
+  function rowsAt(place) {
+    const found = series.map(one => [one, one.x.indexOf(place)]).filter(([one, index]) => isNumber(one.y[index]));
     const rows = found.map(([{ y: values, low, high, ...look }, index]) => {
-      const range = isNumber(low?.[index]) ? ` (${y.format(low[index])} to ${y.format(high[index])})` : "";
-      return { ...look, value: y.format(values[index]) + range };
+      const interval = isNumber(low?.[index]) ? ` (${y.format(low[index])} to ${y.format(high[index])})` : "";
+      return { ...look, value: y.format(values[index]) + interval };
     });
     return spec.total ? [...rows, { name: "total", value: y.format(sum(found.map(([one, index]) => one.y[index]))) }] : rows;
   }
 
   // Show the values at a place, or in the legend those at the last place if it is null. Only the chart under the
   // pointer gets an event, and shows a tooltip.
-  function show(value, event) {
-    at = value;
-    const rows = rowsAt(value ?? last(visible()));
-    for (const [name, element] of chart.legend) {
-      const row = rows.find(one => one.name === name);
-      element.textContent = row && !spec.quietLegend ? row.value.split(" (")[0] : "";
-    }
-    if (event && value === null) hideTooltip();
-    else if (event) tell(event.clientX, event.clientY);
+  function show(place, event) {
+    setAt(place);
+    if (event && place === null) hideTooltip();
+    else if (event) explain(place, event.clientX, event.clientY);
   }
-  const tell = (left, top) => showTooltip(left, top, titleAt(x, formatX(at)), rowsAt(at));
 
-  listen(stage, {
-    places: () => (plot ? visible() : []),
-    current: () => at,
-    read(value) {
-      if (!plot) return;
-      follow(value === null ? -10 : plot.valToPos(value, "x"));
-      if (value === null) return hideTooltip();
-      const { left, top } = plot.over.getBoundingClientRect();
-      tell(left + plot.cursor.left, top + 20);
-    },
-    keys(key) {
-      if (key === "0" && group) return zoom(spec);
-      if (at === null) return undefined;
-      if (key === "Enter") return spec.pick?.(at);
-      if (key !== "z" || !group) return undefined;
-      const all = visible();
-      const [place, reach] = [all.indexOf(at), Math.max(2, Math.round(all.length / 6))];
-      return zoom(spec, [all[Math.max(0, place - reach)], all[Math.min(all.length - 1, place + reach)]]);
-    },
-  });
-  if (y.log && shown.series.some(one => one.y.some(value => value > 0))) {
-    const toggle = () => {
-      isLog = !isLog;
-      button.ariaPressed = String(isLog);
-      chart.redraw();
-    };
-    const button = Page.chip("log", toggle, { ariaPressed: "false", title: "Logarithmic scale" });
-    chart.tools.append(button);
+  function explain(place, left, top) {
+    const text = x.names?.[places.indexOf(place)] ?? (x.format || Format.integer)(place);
+    showTooltip(left, top, x.name ? `${x.name} ${text}` : text, rowsAt(place));
   }
-  new ResizeObserver(([entry]) => {
-    const width = Math.floor(entry.contentRect.width);
-    if (!chart.element.isConnected) charts.delete(chart);
-    if (width === chart.width) return;
-    chart.width = width;
-    chart.redraw();
-  }).observe(stage);
-  // A chart is first drawn when it comes near the window, or when the browser has nothing else to do.
-  const come = () => {
-    isDue = true;
-    if (!plot) chart.redraw();
+
+  function read(place) {
+    if (!plot.current) return;
+    follow(place === null ? -10 : plot.current.valToPos(place, "x"));
+    if (place === null) return hideTooltip();
+    const { left, top } = plot.current.over.getBoundingClientRect();
+    explain(place, left + plot.current.cursor.left, top + 20);
+  }
+
+  function otherKey(key) {
+    if (key === "0" && group) zoom();
+    if (key === "Enter" && at !== null) spec.pick?.(at);
+    if (key !== "z" || at === null || !group) return;
+    const [place, reach] = [visible.indexOf(at), Math.max(2, Math.round(visible.length / 6))];
+    zoom([visible[Math.max(0, place - reach)], visible[Math.min(visible.length - 1, place + reach)]]);
+  }
+
+  const hasLog = y.log && series.some(one => one.y.some(value => value > 0));
+  const tools = html`
+    ${group && html`<${Chip} hidden=${!range} onclick=${() => zoom()}>whole range<//>`}
+    ${hasLog && html`<${Chip} aria-pressed=${isLog} title="Logarithmic scale" onclick=${() => setLog(!isLog)}>log<//>`}`;
+  const legend = spec.legend || (series.length > 1 || spec.showLegend ? series : []);
+  const rows = spec.quietLegend ? [] : rowsAt(at ?? last(visible));
+  const values = new Map(rows.map(({ name, value }) => [name, value.split(" (")[0]]));
+  const events = {
+    ...keyboard(isDrawn ? visible : [], at, read, otherKey),
+    onclick: event => at !== null && event.target.matches(".u-over") && spec.pick?.(at),
+    onpointermove: event => event.pointerType === "touch" && event.target.matches(".u-over") && follow(event.offsetX),
   };
-  new IntersectionObserver(([entry]) => entry.isIntersecting && come(), { rootMargin: "300px" }).observe(stage);
-  whenIdle(come);
-  charts.add(chart);
-  return chart.element;
+  return html`<${Frame} spec=${spec} tools=${tools} legend=${legend} values=${values} stage=${stage}
+    aria-label=${useMemo(describe, [chart])} style=${{ minHeight: places.length ? `${height}px` : "" }} ...${events}>
+    ${places.length ? chart.notes : noData}
+    <div ref=${holder} />
+  <//>`;
 }
 
 // --- line chart
@@ -346,17 +343,18 @@ function drawLabels(u, series, format) {
   }
 }
 
-/* lines(spec): series {name, x, y, low?, high?, color, dash?, points?, area?}, or a function that returns them.
+/* lines(spec): series {name, x, y, low?, high?, color, dash?, points?, area?}.
    low and high are whiskers, or with `area` the edges of a filled area.
    edges: with categories, the pairs of places that a line joins; by default each and the next.
    x: {label, categories?, format?}; y: {format, tick, zero, domain, log: offer a log scale?}.
-   group: charts of one group share the crosshair; smooth: follow the slider; pick(x): on click. */
-function lines(spec) {
+   group: charts of one group share the crosshair and the zoom; smooth: follow the slider; pick(x): on click. */
+function lines(spec, isLog, smoothing) {
   const { categories } = spec.x;
   const { format } = { format: Format.number, ...spec.y };
+  const series = spec.series.filter(one => one.y.some(isNumber));
   const x = categories ? { ...spec.x, names: categories, ticks: [...categories.keys()], tick: value => categories[value] } : spec.x;
 
-  function columnsOf(one, shift, isLog) {
+  function columnsOf(one, shift) {
     const isSmooth = spec.smooth && smoothing > 0;
     const at = shift ? one.x.map(value => value + shift) : one.x;
     const column = (values, look) => ({ x: at, y: isLog ? values.map(value => (value > 0 ? value : null)) : values, ...look });
@@ -385,26 +383,20 @@ function lines(spec) {
     stroke(u, `c${color}`, 1.5, found);
   }
 
-  return plotted(
-    { ...spec, x },
-    isLog => {
-      const given = typeof spec.series === "function" ? spec.series() : spec.series;
-      const series = given.filter(one => one.y.some(isNumber));
-      // Intervals of the same category stand side by side.
-      const shiftOf = index => (categories ? (index - (series.length - 1) / 2) * 0.02 * categories.length : 0);
-      const hidden = series.flatMap(one => one.y).filter(value => isNumber(value) && value <= 0).length;
-      return {
-        series,
-        columns: series.flatMap((one, index) => columnsOf(one, shiftOf(index), isLog)),
-        notes: isLog && hidden ? [h("small", `${hidden} values at or below 0 are not on this scale`)] : [],
-        draw: [
-          u => series.forEach((one, index) => one.low && !one.area && whiskers(u, one, shiftOf(index))),
-          u => spec.valueLabels && drawLabels(u, series, format),
-        ],
-      };
-    },
-    categories ? [0.35, spec.valueLabels ? 0.6 : 0.35] : undefined,
-  );
+  // Intervals of the same category stand side by side.
+  const shiftOf = index => (categories ? (index - (series.length - 1) / 2) * 0.02 * categories.length : 0);
+  const hidden = series.flatMap(one => one.y).filter(value => isNumber(value) && value <= 0).length;
+  return {
+    spec: { ...spec, x },
+    series,
+    columns: series.flatMap((one, index) => columnsOf(one, shiftOf(index))),
+    notes: isLog && hidden > 0 && html`<small>${hidden} values at or below 0 are not on this scale</small>`,
+    draw: [
+      u => series.forEach((one, index) => one.low && !one.area && whiskers(u, one, shiftOf(index))),
+      u => spec.valueLabels && drawLabels(u, series, format),
+    ],
+    pad: categories && [0.35, spec.valueLabels ? 0.6 : 0.35],
+  };
 }
 
 // --- bar chart
@@ -416,69 +408,73 @@ function bars(spec) {
   const series = spec.series.map(({ name, color, values }) => ({ name, color, x: centers, y: centers.map((_, place) => values[place] || 0) }));
   const heights = { mirrored: (one, index) => one.y.map(value => (index ? -value : value)), grouped: one => one.y };
   const stacked = (_, index) => centers.map((__, place) => sum(series.slice(0, index + 1).map(one => one.y[place])));
-  const columns = () =>
-    series.map((one, index) => ({
-      ...QUIET,
-      x: count > 1 ? centers.map(center => center + ((index - (count - 1) / 2) * 0.84 * width) / count) : centers,
-      y: (heights[spec.mode] || stacked)(one, index),
-      fill: ink(`c${one.color}`),
-      paths: centers.length > 150 ? uPlot.paths.stepped({ align: 1 }) : uPlot.paths.bars({ size: [0.84 / count, Infinity] }),
-    }));
+  const columns = series.map((one, index) => ({
+    ...QUIET,
+    x: count > 1 ? centers.map(center => center + ((index - (count - 1) / 2) * 0.84 * width) / count) : centers,
+    y: (heights[spec.mode] || stacked)(one, index),
+    fill: ink(`c${one.color}`),
+    paths: centers.length > 150 ? uPlot.paths.stepped({ align: 1 }) : uPlot.paths.bars({ size: [0.84 / count, Infinity] }),
+  }));
   const y = { tick: value => spec.y.format(Math.abs(value)), ...spec.y };
   const look = { height: 180, quietLegend: true, legend: spec.series, ...spec, x: { ...spec.x, time: false }, y };
   // In a stack, the first series is drawn last, in front of the others.
-  return plotted(look, () => ({ series: centers.length ? series : [], columns: columns().reverse() }), [width / 2, width / 2]);
+  return { spec: look, series: centers.length ? series : [], columns: columns.reverse(), pad: [width / 2, width / 2] };
 }
 
 // --- row chart
-/* rows(spec): one line per row {label, marks, value, details}; a mark is {bar: [from, to]},
+/* A row chart: one line per row {label, marks, value, details}; a mark is {bar: [from, to]},
    {dot: at} or {whisker: [low, high]} with a color. x: {domain, format, label, zero}. */
-function rows(spec) {
+function Rows({ spec }) {
+  const [at, setAt] = useState(null);
+  const stage = useRef();
   const [low, high] = spec.x.domain;
   const share = value => `${(100 * (value - low)) / (high - low || 1)}%`;
   const step = (stepsOf(spec.x) || decades(-9, 25)).find(one => (high - low) / one < 6);
   const ticks = Array.from({ length: 7 }, (_, index) => Number(((Math.ceil(low / step) + index) * step).toPrecision(12)));
   const format = spec.x.tick || spec.x.format;
-  const drawn = ticks.filter(tick => tick <= high).map(tick => h(tick === 0 && spec.x.zero ? "i.tick.zero" : "i.tick", { "--from": share(tick) }, h("span", format(tick))));
+  const kindOf = tick => (tick === 0 && spec.x.zero ? "tick zero" : "tick");
+  const drawn = tick => html`<i class=${kindOf(tick)} style=${{ "--from": share(tick) }}><span>${format(tick)}</span></i>`;
 
   function mark({ color, dot, bar, whisker, hollow, thin }) {
     const ends = isNumber(dot) ? [dot] : bar || whisker;
     if (!ends) return null;
-    const kind = isNumber(dot) ? (hollow ? ".dot.hollow" : ".dot") : whisker ? ".whisker" : thin ? ".bar.thin" : ".bar";
+    const kind = isNumber(dot) ? (hollow ? "dot hollow" : "dot") : whisker ? "whisker" : thin ? "bar thin" : "bar";
     const [from, to] = [Math.min(...ends), Math.max(...ends)].map(share);
-    return h(`i.mark${kind}`, { "--from": from, "--to": to, "--mark": `var(--c${color})` });
+    return html`<i class="mark ${kind}" style=${{ "--from": from, "--to": to, "--mark": `var(--c${color})` }} />`;
   }
 
-  const chart = framed(spec, spec.legend || []);
-  let at = null;
-  const read = (index, ...pointer) => {
-    at = index;
-    for (const [place, row] of all.entries()) row.classList.toggle("read", place === index);
+  function read(index, ...pointer) {
+    setAt(index);
     if (index === null) return hideTooltip();
-    const { left, top } = all[index].getBoundingClientRect();
+    const { left, top } = stage.current.querySelectorAll(".row")[index].getBoundingClientRect();
     const { label, details } = spec.rows[index];
     return showTooltip(...(pointer.length ? pointer : [left + 100, top]), label, details);
-  };
-  const all = spec.rows.map((row, index) => {
-    const events = { onpointermove: event => read(index, event.clientX, event.clientY), onpointerleave: () => read(null) };
-    const label = h(row.strong ? "span.row-label.strong" : "span.row-label", row.label);
-    return h("div.row", { ...events, "--row": String(index + 1) }, label, h("div.lane", row.marks.map(mark)), h("span.row-value", row.value));
-  });
-  const look = { "--height": `${spec.rowHeight || 30}px`, "--count": String(all.length) };
-  const grid = h("div.rows", look, h("div.lane.axis", drawn), all, spec.x.label && h("span.axis-label", spec.x.label));
-  chart.stage.append(all.length ? grid : noData());
-  chart.stage.ariaLabel = `${spec.title || ""}: ${spec.rows.map(row => `${row.label} ${row.value || ""}`).join("; ")}`;
-  listen(chart.stage, { places: () => [...all.keys()], current: () => at, read });
-  return chart.element;
+  }
+
+  const row = ({ label, strong, marks, value }, index) => html`<div
+    class=${index === at ? "row read" : "row"} style=${{ "--row": String(index + 1) }}
+    onpointermove=${event => read(index, event.clientX, event.clientY)} onpointerleave=${() => read(null)}>
+    <span class=${strong ? "row-label strong" : "row-label"}>${label}</span>
+    <div class="lane">${marks.map(mark)}</div>
+    <span class="row-value">${value}</span>
+  </div>`;
+  const look = { "--height": `${spec.rowHeight || 30}px`, "--count": String(spec.rows.length) };
+  const grid = html`<div class="rows" style=${look}>
+    <div class="lane axis">${ticks.filter(tick => tick <= high).map(drawn)}</div>
+    ${spec.rows.map(row)}
+    ${spec.x.label && html`<span class="axis-label">${spec.x.label}</span>`}
+  </div>`;
+  const label = `${spec.title || ""}: ${spec.rows.map(one => `${one.label} ${one.value || ""}`).join("; ")}`;
+  const events = keyboard([...spec.rows.keys()], at, read);
+  return html`<${Frame} spec=${spec} legend=${spec.legend} stage=${stage} aria-label=${label} ...${events}>
+    ${spec.rows.length ? grid : noData}
+  <//>`;
 }
 
-// Draw a chart from its kind and the names of its axis formats.
+const plot = make => spec => html`<${Plot} key=${spec.key} given=${spec} make=${make} />`;
+const CHARTS = { lines: plot(lines), bars: plot(bars), rows: spec => html`<${Rows} key=${spec.key} spec=${spec} />` };
+// A chart from its kind and the names of its axis formats.
 const figure = ({ kind, x, y = {}, ...spec }) =>
-  ({ lines, bars, rows })[kind]({ ...spec, x: { ...AXES[x.as], ...x }, y: { ...AXES[y.as], ...y } });
+  CHARTS[kind]({ ...spec, x: { ...AXES[x.as], ...x }, y: { ...AXES[y.as], ...y } });
 
-function smooth(weight) {
-  smoothing = weight;
-  redraw(spec => spec.smooth);
-}
-
-globalThis.Charts = { figure, lines, bars, rows, showTooltip, hideTooltip, refresh, smooth };
+globalThis.Charts = { ...CHARTS, figure, showTooltip, hideTooltip };

@@ -1,5 +1,4 @@
 // The page of a comparison: arms, differences from the baseline, and curves.
-const { section, part, table } = Page;
 const shown = Data.isShare ? Format.percent : Format.number;
 const change = Data.isShare ? value => `${Format.points(value)} points` : Format.number;
 const COLORS = 8;
@@ -8,18 +7,16 @@ const mark = place => (place === Data.baseline ? "baseline" : place === Data.bes
 
 const hasEnds = interval => interval[1] !== null && interval[2] !== null;
 const ends = (interval, format) => `${format(interval[1])} to ${format(interval[2])}`;
-const within = interval => [shown(interval[0]), hasEnds(interval) && h("small", ends(interval, shown))];
+const within = interval => [shown(interval[0]), hasEnds(interval) && small(ends(interval, shown))];
 
-function hero() {
-  const experiments = sum(Data.arms.map(arm => arm.seeds.length));
-  const text = h(
-    "div",
-    h("p.eyebrow", h("b", Data.title), `${experiments} experiments`),
-    h("h1", `${Data.arms.length} arms compared by ${Data.metric}`),
-    Data.notes.map(note => h("p.lead", note)),
-  );
-  return h("div.hero", { id: "top" }, text, forest("final", `Final ${Data.metric}`, shown, arm => arm.figure, {}));
-}
+const hero = html`<div class="hero" id="top">
+  <div>
+    <p class="eyebrow"><b>${Data.title}</b>${sum(Data.arms.map(arm => arm.seeds.length))} experiments</p>
+    <h1>${Data.arms.length} arms compared by ${Data.metric}</h1>
+    ${Data.notes.map(lead)}
+  </div>
+  ${forest("final", `Final ${Data.metric}`, shown, arm => arm.figure, {})}
+</div>`;
 
 // One row for each arm that has this interval.
 function forest(key, title, format, intervalOf, { note, zero }) {
@@ -46,50 +43,38 @@ function forest(key, title, format, intervalOf, { note, zero }) {
 }
 
 function arms() {
-  const seed = one => h("small", `${one.seed}: ${one.figure ? shown(one.figure[0]) : one.problem}`);
+  const seed = one => small(`${one.seed}: ${one.figure ? shown(one.figure[0]) : one.problem}`);
   const columns = [
-    ["Arm", ([arm, place]) => [arm.label, h("small", mark(place))], "header"],
+    ["Arm", ([arm, place]) => [arm.label, small(mark(place))], "header"],
     [Data.metric, ([arm]) => (arm.figure ? within(arm.figure) : "–")],
     ["By seed", ([arm]) => arm.seeds.map(seed), "text"],
     ["Difference from the baseline", ([arm]) => (arm.difference ? arm.difference.text : "–"), "text"],
-    ...Data.keys.map((key, index) => [key, ([arm]) => h("span.mono", arm.settings[index])]),
+    ...Data.keys.map((key, index) => [key, ([arm]) => mono(arm.settings[index])]),
   ];
   const note = "95% intervals, not corrected. With few seeds the interval is over tasks, and supports no claim about settings.";
   const intervalOf = arm => arm.difference?.interval;
-  return section(
-    "arms",
-    "Arms",
-    "Only the settings that differ. Differences are paired by seed and corrected for the number of arms (Holm).",
-    table(columns, Data.arms.map((arm, place) => [arm, place]), "Arms"),
-    Data.arms.some(intervalOf) && forest("differences", "Difference from the baseline", change, intervalOf, { zero: true, note }),
-  );
+  const text = "Only the settings that differ. Differences are paired by seed and corrected for the number of arms (Holm).";
+  return html`<${Section} id="arms" title="Arms" text=${text}>
+    <${Table} columns=${columns} rows=${Data.arms.map((arm, place) => [arm, place])} caption="Arms" />
+    ${Data.arms.some(intervalOf) && forest("differences", "Difference from the baseline", change, intervalOf, { zero: true, note })}
+  <//>`;
 }
 
-const chartOf = ({ stage, metric, title, curves: found }) =>
-  Charts.lines({
-    key: `${stage}-${metric}`,
-    title,
-    group: stage,
-    smooth: true,
-    x: { label: "step", name: "step", integer: true },
-    y: { zero: false },
-    series: found.map(({ arm, step, mean, low, high }) => ({
-      name: Data.arms[arm].label,
-      x: step,
-      y: mean,
-      low,
-      high,
-      area: true,
-      color: color(arm),
-      dash: arm >= COLORS,
-    })),
+function chartOf({ stage, metric, title, curves }) {
+  const series = curves.map(({ arm, step, mean, low, high }) => {
+    const look = { color: color(arm), dash: arm >= COLORS };
+    return { name: Data.arms[arm].label, x: step, y: mean, low, high, area: true, ...look };
   });
+  const x = { label: "step", name: "step", integer: true };
+  return Charts.lines({ key: `${stage}-${metric}`, title, group: stage, smooth: true, x, y: { zero: false }, series });
+}
 
 function curves() {
   const stages = Map.groupBy(Data.charts, chart => chart.stage);
   if (!stages.size) return null;
-  const lead = `Means over the seeds of each arm; areas are ${Data.area}. Stages that all arms share are left out.`;
-  return section("curves", "Curves", lead, [...stages].map(([stage, charts]) => [part(stage), h("div.tiles", charts.map(chartOf))]));
+  const text = `Means over the seeds of each arm; areas are ${Data.area}. Stages that all arms share are left out.`;
+  const tiles = ([stage, charts]) => html`<${Part} title=${stage} /><div class="tiles">${charts.map(chartOf)}</div>`;
+  return html`<${Section} id="curves" title="Curves" text=${text}>${[...stages].map(tiles)}<//>`;
 }
 
 function experiments() {
@@ -98,11 +83,12 @@ function experiments() {
     ["Arm", ([arm]) => arm.label, "header"],
     ["Seed", ([, one]) => Format.integer(one.seed)],
     [Data.metric, ([, one]) => (one.figure ? within(one.figure) : one.problem)],
-    ["Experiment", ([, one]) => h("span.mono", one.experiment), "text"],
+    ["Experiment", ([, one]) => mono(one.experiment), "text"],
   ];
-  const lead = "The figure of each seed, with its interval over tasks. perilune report EXPERIMENT writes its own page.";
-  return section("experiments", "Experiments", lead, table(columns, rows, "Experiments"));
+  const text = "The figure of each seed, with its interval over tasks. perilune report EXPERIMENT writes its own page.";
+  return html`
+    <${Section} id="experiments" title="Experiments" text=${text}><${Table} columns=${columns} rows=${rows} caption="Experiments" /><//>`;
 }
 
-document.getElementById("main").append(...[hero(), arms(), curves(), experiments()].filter(Boolean));
-Page.finish(Data.footer);
+drawPage(hero, arms(), curves(), experiments());
+finishPage(Data.footer);

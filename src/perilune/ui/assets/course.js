@@ -1,27 +1,17 @@
 // Training curves, time and hardware.
-const { section, part, table } = Page;
 
 // --- horizontal axis
-const UNITS = {
+const AXIS = {
   step: { label: "step", name: "step", integer: true, time: false, format: Format.integer },
   tokens: { label: "tokens", name: "tokens", integer: true, time: false, format: Format.integer },
   seconds: { label: "time of the steps", name: "", integer: false, time: true, format: Format.seconds },
 };
 const isOffered = name => name === "step" || Data.training.every(one => one.columns[`reached/${name}`]);
-const axes = Page.select("Horizontal axis", Object.keys(UNITS).filter(isOffered), setAxis);
-const x = {};
-let axis;
-Address.keep("axis", axes);
-setAxis();
-
-function setAxis() {
-  axis = axes.value;
-  Object.assign(x, UNITS[axis]);
-  for (const { stage } of Data.training) for (const group of ["training", "main"]) Charts.refresh(`${group}-${stage}`);
-}
+const axes = Object.keys(AXIS).filter(isOffered);
+const useAxis = () => useSetting("axis", axes)[0];
 
 // The value of each step on the axis. For steps that arrived later, the page adds up tokens or seconds.
-function reached({ columns, timings }) {
+function reached({ columns, timings }, axis) {
   const counted = columns[`reached/${axis}`];
   if (axis === "step" || !counted) return columns.step;
   const spent = place => {
@@ -32,72 +22,71 @@ function reached({ columns, timings }) {
   let total = 0;
   return columns.step.map((_, place) => (total = counted[place] ?? total + spent(place)));
 }
-const stepAt = (training, value) => training.columns.step[reached(training).indexOf(value)];
+const stepAt = (training, axis, value) => training.columns.step[reached(training, axis).indexOf(value)];
 
 // --- curves
 const isPresent = value => !isNothing(value);
 
-function seriesOf(training, names) {
+function seriesOf(training, names, axis) {
   const { columns } = training;
   const found = names.filter(([key]) => columns[key]?.some(isPresent));
+  const x = reached(training, axis);
   return found.map(([key, name, color]) => {
     const column = columns[key];
-    if (!key.startsWith("eval/")) return { name, x: reached(training), y: column, color };
+    if (!key.startsWith("eval/")) return { name, x, y: column, color };
     // Evaluations are rare, so their line also crosses the steps without one.
     const places = [...column.keys()].filter(place => isPresent(column[place]));
     const at = values => values && places.map(place => values[place]);
     const [low, high] = [at(columns[`${key}/low`]), at(columns[`${key}/high`])];
-    return { name, x: at(reached(training)), y: at(column), low, high, color, points: true };
+    return { name, x: at(x), y: at(column), low, high, color, points: true };
   });
 }
 
-// The series of a chart, and whether all their values are equal, so that one number is enough.
-function chosen(training, chart) {
-  const series = seriesOf(training, chart.series);
-  const isSteady = training.steps_total > 1 && series.every(one => !one.points && one.y.every(value => value === one.y[0]));
-  return { chart, series, isSteady };
-}
-const chosenOf = training => training.charts.map(chart => chosen(training, chart)).filter(one => one.series.length);
+// Whether all values of a chart are equal, so that one number is enough.
+const isSteady = ({ series }) => series.every(one => !one.points && one.y.every(value => value === one.y[0]));
 
-// A text that changes when a stage needs different charts.
-const shapeOf = training => chosenOf(training).map(({ chart, series, isSteady }) => `${chart.key} ${isSteady} ${series.length}`).join("\n");
-
-function steadyFigure(training, { chart: { key, title, note, y }, series }) {
+function steadyFigure(stage, { key, title, note, y, series }) {
   const format = AXES[y]?.format || Format.number;
   const said = one => (series.length > 1 ? `${one.name}, at every step` : "at every step");
-  const values = series.map(one => h("p", format(one.y[0]), h("small", said(one))));
-  return h("figure.chart.steady", { "data-chart": `${training.stage}-${key}` }, h("h4", title), values, h("figcaption", note));
+  return html`<figure class="chart steady" data-chart="${stage}-${key}">
+    <h4>${title}</h4>
+    ${series.map(one => html`<p>${format(one.y[0])}${small(said(one))}</p>`)}
+    <figcaption>${note}</figcaption>
+  </figure>`;
 }
 
-function curve(training, { chart: { key, title, note, y, series } }) {
+function curve(training, axis, { key, title, note, y, series }) {
   const { stage } = training;
-  const pick = Episodes.has(stage) ? value => Episodes.open(stage, stepAt(training, value)) : undefined;
-  const drawn = { x, y: AXES[y], series: () => seriesOf(training, series), group: `training-${stage}`, smooth: true, pick };
+  const pick = Episodes.has(stage) ? value => Episodes.open(stage, stepAt(training, axis, value)) : undefined;
+  const drawn = { x: AXIS[axis], y: AXES[y], series, group: `training-${stage}`, smooth: true, pick };
   return Charts.lines({ key: `${stage}-${key}`, title, note, ...drawn, showLegend: true });
 }
 
-const drawn = new Map(); // stage -> the shape of its charts
-function block(training) {
-  const { stage, steps_kept: kept, steps_total: total } = training;
-  drawn.set(stage, shapeOf(training));
-  const all = chosenOf(training);
-  const charts = all.filter(one => !one.isSteady).map(one => curve(training, one));
-  const steady = all.filter(one => one.isSteady).map(one => steadyFigure(training, one));
+const trainingOf = stage => Data.training.find(one => one.stage === stage);
+const isDrawn = ({ charts, columns }) => charts.some(chart => chart.series.some(([key]) => columns[key]?.some(isPresent)));
+
+// The curves of a stage.
+function Block({ stage }) {
+  useNews(`steps ${stage}`);
+  const axis = useAxis();
+  const training = trainingOf(stage);
+  const { charts, description, steps_kept: kept, steps_total: total } = training;
+  const all = charts.map(chart => ({ ...chart, series: seriesOf(training, chart.series, axis) })).filter(one => one.series.length);
+  const [steady, moving] = [true, false].map(wanted => all.filter(one => (total > 1 && isSteady(one)) === wanted));
   const thinned = kept < total ? ` Shown: every ${Math.round(total / kept)}th of ${total} steps.` : "";
   const hint = Episodes.has(stage) ? " Click a chart to read that step's episodes." : "";
-  return h(
-    "div",
-    { "data-stage": stage },
-    part(stage, `${training.description}${thinned}${hint}`),
-    h(charts.length === 4 ? "div.tiles.two" : "div.tiles", charts),
-    steady.length > 0 && h("div.tiles.small", steady),
-  );
+  return html`<div data-stage=${stage}>
+    <${Part} title=${stage} text=${`${description}${thinned}${hint}`} />
+    <div class=${moving.length === 4 ? "tiles two" : "tiles"}>${moving.map(one => curve(training, axis, one))}</div>
+    ${steady.length > 0 && html`<div class="tiles small">${steady.map(one => steadyFigure(stage, one))}</div>`}
+  </div>`;
 }
 
-// The main curve of the last rl stage, or else of the last training; null without training.
-function mainChart() {
+// The main curve of the last rl stage, or else of the last training.
+function MainChart() {
   const training = [...Data.training].reverse().sort((a, b) => (b.task === "rl") - (a.task === "rl"))[0];
-  if (!training) return null;
+  useNews(`steps ${training.stage}`);
+  const axis = useAxis();
   const { columns, stage } = training;
   const sets = Object.keys(columns).filter(key => /^eval\/[^/]+\/pass@1$/.test(key));
   const names = columns.reward
@@ -105,43 +94,35 @@ function mainChart() {
     : [["loss", "loss", 1], ["validation_loss", "held out", 3]];
   const title = `${columns.reward ? "Reward" : "Loss"} in stage ${stage}`;
   const note = "All steps as they were recorded, without smoothing.";
-  const series = () => seriesOf(training, names);
-  return Charts.lines({ key: "main", title, note, height: 200, x, series, group: `main-${stage}`, showLegend: true });
+  const drawn = { x: AXIS[axis], series: seriesOf(training, names, axis), group: `main-${stage}` };
+  return Charts.lines({ key: "main", title, note, height: 200, ...drawn, showLegend: true });
 }
 
-// Draw the curves of a stage again after its columns have grown.
-function update(stage) {
-  const training = Data.training.find(one => one.stage === stage);
-  Charts.refresh(`main-${stage}`);
-  if (drawn.get(stage) === shapeOf(training)) return Charts.refresh(`training-${stage}`);
-  const old = [...document.querySelectorAll("#curves [data-stage]")].find(one => one.dataset.stage === stage);
-  return old?.replaceWith(block(training));
+function Smoothing() {
+  const weight = Number(useSetting("smoothing")[0]);
+  const slider = html`<${Field} name="smoothing" usual="0" label="Smoothing" type="range" min="0" max="0.95" step="0.05" />`;
+  return html`<label class="control">Smoothing${slider}<output>${weight ? weight.toFixed(2) : "off"}</output></label>`;
 }
 
-function curves() {
-  const trained = Data.training.filter(training => chosenOf(training).length);
+function Curves() {
+  const trained = Data.training.filter(isDrawn);
   if (!trained.length) return null;
-  const shown = h("output", "off");
-  const slider = h("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: 0, "aria-label": "Smoothing" });
-  slider.oninput = () => {
-    const weight = Number(slider.value);
-    shown.textContent = weight ? weight.toFixed(2) : "off";
-    Charts.smooth(weight);
-  };
-  Address.keep("smoothing", slider);
+  const text =
+    "All steps of all training stages. Point at a chart, or use the arrow keys, to read all charts at the same step. Drag over a range, or press z, to look closer; 0 shows the whole range.";
   const hint = "Smoothing draws a moving average over the exact values; tooltips always show exact values.";
-  return section(
-    "curves",
-    "Training curves",
-    "All steps of all training stages. Point at a chart, or use the arrow keys, to read all charts at the same step. Drag over a range, or press z, to look closer; 0 shows the whole range.",
-    h("div.toolbar", h("label.control", "Smoothing", slider, shown), axes.length > 1 && h("label.control", "Axis", axes), h("small.muted", hint)),
-    trained.map(block),
-  );
+  return html`<${Section} id="curves" title="Training curves" text=${text}>
+    <div class="toolbar">
+      <${Smoothing} />
+      ${axes.length > 1 && html`<label class="control">Axis<${Choice} name="axis" label="Horizontal axis" options=${axes} /></label>`}
+      <small class="muted">${hint}</small>
+    </div>
+    ${trained.map(({ stage }) => html`<${Block} key=${stage} stage=${stage} />`)}
+  <//>`;
 }
 
 // --- time, hardware
 const PARTS = [["sampling", 1], ["scoring", 5], ["learning", 2], ["other", 7]];
-const tiles = charts => h("div.tiles.two", charts);
+const tiles = charts => html`<div class="tiles two">${charts}</div>`;
 
 function stepCharts({ stage, task, timings }) {
   const { step, tokens_per_second: rates } = timings;
@@ -153,14 +134,14 @@ function stepCharts({ stage, task, timings }) {
     key: `${stage}-steptime`,
     title: `Time of a step: ${stage}`,
     total: true,
-    x: { centers: step, width, ...UNITS.step },
+    x: { centers: step, width, ...AXIS.step },
     y: CLOCK,
     series: parts.map(([name, color]) => ({ name, values: timings[name], color })),
   };
   const throughput = {
     key: `${stage}-throughput`,
     title: `Tokens per second: ${stage}`,
-    x: UNITS.step,
+    x: AXIS.step,
     y: { format: Format.integer },
     showLegend: true,
     smooth: true,
@@ -170,36 +151,33 @@ function stepCharts({ stage, task, timings }) {
   return [...(parts.length ? [Charts.bars(times)] : []), ...(isUsed(rates) ? [Charts.lines(throughput)] : [])];
 }
 
-function time() {
-  const overview = Data.times.map(Charts.figure);
+function Time() {
+  useNews("document");
   const steps = Data.training.flatMap(stepCharts);
-  const { hardware } = Data;
-  if (!overview.length && !steps.length && !hardware) return null;
-  return section(
-    "time",
-    "Time and machine",
-    Data.machine_sentence,
-    tiles(overview),
-    Data.placements.length > 0 && machines(),
-    steps.length > 0 && [part("Step by step"), tiles(steps)],
-    hardware && [part("Hardware", hardware.note), tiles(hardware.figures.map(Charts.figure))],
-  );
+  const { hardware, times, placements } = Data;
+  if (!times.length && !steps.length && !hardware) return null;
+  return html`<${Section} id="time" title="Time and machine" text=${Data.machine_sentence}>
+    ${tiles(times.map(Charts.figure))}
+    ${placements.length > 0 && machines(placements)}
+    ${steps.length > 0 && html`<${Part} title="Step by step" />${tiles(steps)}`}
+    ${hardware && html`<${Part} title="Hardware" text=${hardware.note} />${tiles(hardware.figures.map(Charts.figure))}`}
+  <//>`;
 }
 
 // The machine and the cost of each attempt.
-function machines() {
+function machines(placements) {
   const columns = [
-    ["Stage", row => [row.stage, h("small", `attempt ${row.number}`)], "header"],
-    ["Where", row => [row.placement, row.machines > 1 && h("small", `${row.machines} machines`)], "text"],
-    ["Outcome", row => [row.state, h("small", row.cause)], "text"],
+    ["Stage", row => [row.stage, small(`attempt ${row.number}`)], "header"],
+    ["Where", row => [row.placement, row.machines > 1 && small(`${row.machines} machines`)], "text"],
+    ["Outcome", row => [row.state, small(row.cause)], "text"],
     ["Time", row => Format.seconds(row.seconds)],
     ["Price per hour", row => Format.number(row.price || null)],
     ["Cost", row => known(value => value.toFixed(4))(row.cost)],
   ];
-  return [
-    part("Machines and cost", "All attempts. Cost counts from the request of a machine to the proof that it is gone."),
-    table(columns, Data.placements, "Machines and cost"),
-  ];
+  const text = "All attempts. Cost counts from the request of a machine to the proof that it is gone.";
+  return html`
+    <${Part} title="Machines and cost" text=${text} />
+    <${Table} columns=${columns} rows=${placements} caption="Machines and cost" />`;
 }
 
-globalThis.Course = { curves, mainChart, time, update };
+globalThis.Course = { Curves, MainChart, Time };

@@ -6,8 +6,15 @@ const PAGE = 60; // rows of the list to show before the reader asks for more
 const ofStep = step => ({ label: `step ${step}`, step, name: `step-${String(step).padStart(6, "0")}` });
 for (const stage of index.stages) stage.sets.push(...stage.steps.map(ofStep));
 const parsed = new WeakMap(); // set -> a promise of its episodes, each with its group, set and tokens
-const state = { stage: null, set: 0, shown: PAGE, current: null, found: [], count: 0, drawn: "", beside: null };
-const { plain, select } = Page;
+// What is shown. found: the episodes that match the filters, `count` with those that the server keeps; shown: how many to
+// list; told: what is said about them; matrix: the episodes of the matrix; current: the open episode; beside: the one next
+// to it; touched: whether the reader has selected something, otherwise the address stays short.
+const state = { stage: null, set: 0, found: [], count: 0, shown: PAGE, told: "", matrix: [], current: null, beside: null };
+state.touched = false;
+function change(values) {
+  Object.assign(state, values);
+  tell("episodes");
+}
 
 const stageOf = name => index.stages.find(one => one.stage === name);
 const has = name => Boolean(stageOf(name)?.sets.length);
@@ -31,29 +38,26 @@ async function fetched(set, stage, episode) {
   if (!episode) Object.assign(set, { total: found.total, embedded: found.embedded });
   const episodes = prepared(set, found.groups, found.vocabulary.length ? found.vocabulary : null);
   const names = new Set([...stage.strategies, ...episodes.flatMap(one => one.strategies)]);
-  if (names.size > stage.strategies.length) {
-    stage.strategies = [...names].sort();
-    if (stage === state.stage) drawStrategies();
-  }
+  if (names.size > stage.strategies.length) stage.strategies = [...names].sort();
   return episodes;
 }
 
 // One episode, which may be a row of a search result.
-async function whole(set, stage, id) {
-  const find = episodes => episodes.find(one => one.id === id);
-  return find(await load(set, stage)) || (live && find(await fetched(set, stage, id)));
+async function find(set, stage, id) {
+  const among = episodes => episodes.find(one => one.id === id);
+  return among(await load(set, stage)) || (live && among(await fetched(set, stage, id)));
 }
 
 // Read events from the server until the last one. A new stream of a kind ends the previous one.
 const streams = new Map();
-function listen(kind, path, query, show) {
+function listen(kind, path, query, act) {
   streams.get(kind)?.close();
   const source = new EventSource(`${live.base}/${path}?${new URLSearchParams(query)}`);
   streams.set(kind, source);
   source.onmessage = event => {
-    const news = JSON.parse(event.data);
-    if (news.searched === news.of) source.close();
-    show(news);
+    const found = JSON.parse(event.data);
+    if (found.searched === found.of) source.close();
+    act(found);
   };
 }
 
@@ -91,80 +95,110 @@ const REWARDS = {
   failed: episode => episode.failure !== "",
 };
 // The field to sort by, with a minus for descending order.
-const SORTS = {
-  "": "as sampled",
-  "-reward": "reward, high first",
-  reward: "reward, low first",
-  "-advantage": "advantage, high first",
-  "-length": "longest first",
-  length: "shortest first",
-  logprob: "least likely first",
-};
+const SORTS = [
+  ["", "as sampled"],
+  ["-reward", "reward, high first"],
+  ["reward", "reward, low first"],
+  ["-advantage", "advantage, high first"],
+  ["-length", "longest first"],
+  ["length", "shortest first"],
+  ["logprob", "least likely first"],
+];
 const ENDINGS = { stop: "end of sequence", length: "token limit", aborted: "aborted" };
+const isSeries = ({ task, sets }) => task !== "evaluate" && task !== "collect" && sets.length > 1;
+
+// The filters in the URL, by their names there and in the server's search.
+const FILTERS = ["q", "reward", "strategy", "finish", "group", "least", "most", "sort"];
+const options = () => ({
+  reward: [["any", "any reward"], "right", "partial", "wrong", ["failed", "verifier failed"]],
+  strategy: [["", "any strategy"], ...state.stage.strategies.map(one => [`s:${one}`, one]), ["none", "no strategy"]],
+  finish: [["", "any ending"], ...Object.entries(ENDINGS)],
+  sort: SORTS,
+});
+function filters() {
+  const all = options();
+  return Object.fromEntries(FILTERS.map(name => [name, setting(name, all[name]).trim()]));
+}
+const isWhole = () => isSeries(state.stage) && setting("all") === "true";
 
 function again() {
   state.shown = PAGE;
   if (state.stage) refresh(true);
 }
-const input = (type, label, more) => h("input", { type, "aria-label": label, oninput: again, ...more });
-const view = {
-  stage: select("Stage", index.stages.map(one => one.stage), () => browse(view.stage.value)),
-  step: input("range", "Step", { min: 0, max: 0, step: 1, value: 0, oninput: () => browse(state.stage.stage, Number(view.step.value)) }),
-  stepLabel: h("output"),
-  all: h("input", { type: "checkbox", onchange: again }),
-  parts: h("div.parts", { role: "group", "aria-label": "Part" }),
-  search: input("search", "Search", { placeholder: "Search text, prompt, task" }),
-  reward: select("Reward", [["any", "any reward"], "right", "partial", "wrong", ["failed", "verifier failed"]], again),
-  strategy: select("Strategy", [["", "any strategy"]], again),
-  finish: select("How it ended", [["", "any ending"], ...Object.entries(ENDINGS)], again),
-  least: input("number", "Shortest length", { min: 0, placeholder: "min" }),
-  most: input("number", "Longest length", { min: 0, placeholder: "max" }),
-  group: input("search", "Group", { placeholder: "group: 20/3", class: "narrow" }),
-  sort: select("Order", Object.entries(SORTS), again),
-  count: h("span", { role: "status" }),
-  list: h("ol", { onkeydown: event => Page.moveFocus(event, "button.episode", { ArrowDown: 1, ArrowUp: -1 })?.click() }),
-  detail: h("div.detail"),
-  matrix: h("div.matrix"),
-};
-// The fields that are kept in the URL and sent to the server's search, by their names there.
-const fields = { q: view.search, reward: view.reward, strategy: view.strategy, finish: view.finish, group: view.group };
-Object.assign(fields, { least: view.least, most: view.most, sort: view.sort });
-view.stepControl = h("label.control", view.step, view.stepLabel);
-view.allControl = h("label.control", view.all, "all steps");
+for (const name of [...FILTERS, "all"]) news.addEventListener(`?${name}`, again);
 
 function matches(loaded) {
-  const isFound = wordFilter(view.search);
-  const least = Number(view.least.value) || 0;
-  const most = Number(view.most.value) || Infinity;
-  const [strategy, finish, group] = [view.strategy.value, view.finish.value, view.group.value.trim()];
+  const { q, reward, strategy, finish, group, least, most, sort } = filters();
+  const isFound = wordFilter(q);
   const found = loaded.filter(episode => {
-    if (!REWARDS[view.reward.value](episode)) return false;
+    if (!REWARDS[reward](episode)) return false;
     if (strategy === "none" ? episode.strategies.length : strategy && !episode.strategies.includes(strategy.slice(2))) return false;
     if (finish && episode.finish !== finish) return false;
-    if (episode.length < least || episode.length > most) return false;
+    if (episode.length < Number(least) || episode.length > (Number(most) || Infinity)) return false;
     if (group && episode.group.id !== group) return false;
     return isFound([episode.text, episode.prompt, episode.group.task, episode.id, episode.failure].join("\n"));
   });
-  const key = view.sort.value.replace("-", "");
-  const sign = key === view.sort.value ? 1 : -1;
+  const key = sort.replace("-", "");
+  const sign = key === sort ? 1 : -1;
   const place = episode => sign * (episode[key] ?? sign * Infinity); // unknown values come last
   return key ? found.sort((a, b) => place(a) - place(b)) : found;
 }
 
-function clear() {
-  for (const [name, field] of Object.entries(fields)) {
-    if (name !== "sort") field.value = name === "reward" ? "any" : "";
-    field.dispatchEvent(new Event("input"));
+const clear = () => FILTERS.filter(name => name !== "sort").forEach(name => Address.set(name, ""));
+
+let turn = 0; // number of the latest refresh; an older refresh that still waits draws nothing
+async function refresh(keepSelection = false, wanted = null) {
+  const mine = (turn += 1);
+  const { stage, current: before } = state;
+  const [here, whole] = [stage.sets[state.set], isWhole()];
+  const sets = whole && !live ? stage.sets : [here];
+  try {
+    const loaded = whole && live ? null : await Promise.all(sets.map(set => load(set, stage)));
+    const asked = wanted && (await find(here, stage, wanted));
+    if (mine !== turn) return;
+    if (loaded) showFound(matches(loaded.flat()), sets, asked);
+    else searchRun(stage);
+    state.matrix = whole ? [] : loaded[0];
+    // What the reader opened in the meantime stays open.
+    const isKept = state.current !== before || (keepSelection && (!loaded || state.found.some(isCurrent)));
+    if (asked || !isKept) choose(asked || state.found.find(episode => !episode.group.dead) || state.found[0] || null);
+    change();
+  } catch (error) {
+    for (const set of sets) parsed.delete(set);
+    if (mine === turn) change({ told: error.message });
   }
-  again();
+}
+
+const counted = (count, coverage) => `${Format.integer(count)} ${count === 1 ? "episode" : "episodes"} · ${coverage}`;
+
+function showFound(found, sets, asked) {
+  if (asked) state.shown = Math.max(state.shown, PAGE + 1 + found.findIndex(one => isSame(one, asked)));
+  const [included, total] = [sum(sets.map(set => set.embedded)), sum(sets.map(set => set.total))];
+  const coverage = included < total ? `${Format.integer(included)} of ${Format.integer(total)}` : `all ${Format.integer(total)}`;
+  const told = counted(found.length, `${coverage} are ${live ? "shown" : "in this file"}`);
+  Object.assign(state, { found, count: found.length, told });
+}
+
+// Search all steps of a stage on the server, and show its reports while it searches.
+function searchRun(stage) {
+  const query = Object.fromEntries(Object.entries({ ...filters(), rows: state.shown }).filter(([, value]) => value));
+  change({ told: "searching all steps" });
+  listen("search", `episodes/${encodeURIComponent(stage.stage)}`, query, ({ rows, found, searched, of, unreadable }) => {
+    if (stage !== state.stage || !isWhole()) return;
+    const known = new Map(stage.sets.map(set => [set.step, set]));
+    const part = searched < of ? `${Format.integer(searched)} of` : "all";
+    const coverage = `searched ${part} ${Format.integer(of)} steps${unreadable ? `, ${unreadable} unreadable` : ""}`;
+    const all = rows.map(({ step, ...row }) => ({ ...row, set: known.get(step) || ofStep(step) }));
+    change({ found: all, count: found, told: counted(found, coverage) });
+  });
 }
 
 // --- list
-function rewardBadge(episode) {
-  if (episode.failure) return h("span.reward.failure", { title: episode.failure }, "failed");
-  if (episode.reward === null) return h("span.reward.failure", "none");
-  const kind = isRight(episode) ? ".right" : episode.reward <= 0 ? ".wrong" : "";
-  return h(`span.reward${kind}`, Format.number(episode.reward, 3));
+function rewardBadge({ failure, reward }) {
+  if (failure) return html`<span class="reward failure" title=${failure}>failed</span>`;
+  if (reward === null) return html`<span class="reward failure">none</span>`;
+  const kind = isRight({ reward }) ? "right" : reward <= 0 ? "wrong" : "";
+  return html`<span class="reward ${kind}">${Format.number(reward, 3)}</span>`;
 }
 
 const shortId = id => last(id.split("/"));
@@ -174,122 +208,84 @@ const begin = text => oneLine(text).slice(0, 160) || "(empty)";
 // The beginning of an answer, and its end, which has the result.
 const gist = line => (line.length > 90 ? `${line.slice(0, 40)} … ${line.slice(-45)}` : line || "(empty)");
 
-let turn = 0; // number of the latest refresh; an older refresh that still waits draws nothing
-async function refresh(keepSelection = false, wanted = null) {
-  const mine = (turn += 1);
-  const { stage } = state;
-  const [here, isWhole] = [stage.sets[state.set], !view.allControl.hidden && view.all.checked];
-  const sets = isWhole && !live ? stage.sets : [here];
-  try {
-    const loaded = isWhole && live ? null : (await Promise.all(sets.map(set => load(set, stage)))).flat();
-    const asked = wanted && (await whole(here, stage, wanted));
-    if (mine !== turn) return;
-    if (loaded) showFound(matches(loaded), sets, asked);
-    else searchRun(stage);
-    drawMatrix(isWhole ? [] : loaded, isWhole);
-    const isKept = keepSelection && (!loaded || state.found.some(isCurrent));
-    if (asked || !isKept) choose(asked || state.found.find(episode => !episode.group.dead) || state.found[0] || null);
-  } catch (error) {
-    for (const set of sets) parsed.delete(set);
-    if (mine === turn) view.count.textContent = error.message;
-  }
-}
-
-function showFound(found, sets, asked) {
-  Object.assign(state, { found, count: found.length });
-  if (asked) state.shown = Math.max(state.shown, PAGE + 1 + found.findIndex(one => isSame(one, asked)));
-  const [included, total] = [sum(sets.map(set => set.embedded)), sum(sets.map(set => set.total))];
-  const coverage = included < total ? `${Format.integer(included)} of ${Format.integer(total)}` : `all ${Format.integer(total)}`;
-  drawList(`${coverage} are ${live ? "shown" : "in this file"}`);
-}
-
-// Search all steps of a stage on the server, and show its reports while it searches.
-function searchRun(stage) {
-  const values = Object.entries(fields).map(([name, field]) => [name, field.value.trim()]);
-  const query = Object.fromEntries([...values, ["rows", state.shown]].filter(([, value]) => value));
-  view.count.textContent = "searching all steps";
-  listen("search", `episodes/${encodeURIComponent(stage.stage)}`, query, ({ rows, found, searched, of, unreadable }) => {
-    if (stage !== state.stage || !view.all.checked) return;
-    const known = new Map(stage.sets.map(set => [set.step, set]));
-    state.found = rows.map(({ step, ...row }) => ({ ...row, set: known.get(step) || ofStep(step) }));
-    state.count = found;
-    const part = searched < of ? `${Format.integer(searched)} of` : "all";
-    drawList(`searched ${part} ${Format.integer(of)} steps${unreadable ? `, ${unreadable} unreadable` : ""}`);
-  });
-}
-
-function drawMatrix(loaded, isWhole) {
-  const place = `${state.stage.stage}/${isWhole ? "" : state.set}`;
-  if (place !== state.drawn) view.matrix.replaceChildren(...Groups.matrix(loaded, pick));
-  state.drawn = place;
-}
-
 const isSame = (a, b) => Boolean(a && b) && a.id === b.id && a.set === b.set;
 const isCurrent = episode => isSame(episode, state.current);
 
 function row(episode) {
-  const asked = lastLine(episode.prompt).length <= 24 && h("span.asked", `${begin(lastLine(episode.prompt))} `);
+  const asked = lastLine(episode.prompt);
   const facts = [
-    view.all.checked && episode.set.label,
+    isWhole() && episode.set.label,
     `group ${shortId(episode.group.id)}`,
     ...episode.strategies,
     episode.finish === "length" && "truncated",
   ];
-  return h(
-    "button.episode",
-    { type: "button", ariaCurrent: isCurrent(episode) && "true", onclick: () => pick(episode) },
-    rewardBadge(episode),
-    h("span.text", asked, gist(oneLine(episode.text))),
-    h("span.meta", episode.length > 0 && `${episode.length} tokens`),
-    h("span.meta", facts.filter(Boolean).join(" · ")),
-    h("span.meta", episode.advantage !== null && `adv. ${Format.signed(episode.advantage)}`),
-  );
+  return html`<li key=${`${episode.set.label}/${episode.id}`}>
+    <button class="episode" type="button" aria-current=${isCurrent(episode) || null} onclick=${() => pick(episode)}>
+      ${rewardBadge(episode)}
+      <span class="text">
+        ${asked.length <= 24 && html`<span class="asked">${`${begin(asked)} `}</span>`}${gist(oneLine(episode.text))}
+      </span>
+      <span class="meta">${episode.length > 0 && `${episode.length} tokens`}</span>
+      <span class="meta">${facts.filter(Boolean).join(" · ")}</span>
+      <span class="meta">${episode.advantage !== null && `adv. ${Format.signed(episode.advantage)}`}</span>
+    </button>
+  </li>`;
 }
 
-function drawList(coverage) {
-  const { found, shown, count } = state;
+function List() {
+  const { found, count, shown, told, current } = state;
+  const list = useRef();
+  // Scroll the list, and only the list, to the episode that is shown.
+  useEffect(() => {
+    const button = list.current.querySelector("[aria-current]");
+    if (!button) return;
+    const top = button.offsetTop - list.current.offsetTop;
+    const { scrollTop, clientHeight } = list.current;
+    const isShown = top >= scrollTop && top + button.offsetHeight <= scrollTop + clientHeight;
+    if (!isShown) list.current.scrollTop = top - 60;
+  }, [current]);
   const more = () => {
     state.shown += PAGE * 4;
     refresh(true);
   };
-  view.count.textContent = `${Format.integer(count)} ${count === 1 ? "episode" : "episodes"} · ${coverage}`;
-  view.list.replaceChildren(...found.slice(0, shown).map(episode => h("li", row(episode))));
-  if (!found.length) view.list.append(h("li.list-more.muted", "No episode matches these filters. ", plain("Clear them", clear)));
-  if (count > shown) view.list.append(h("li.list-more", plain(`Show more (${Format.integer(count - shown)} left)`, more)));
+  const move = event => moveFocus(event, "button.episode", { ArrowDown: 1, ArrowUp: -1 })?.click();
+  return html`<div class="episode-list">
+    <div class="list-head"><span role="status">${told}</span></div>
+    <ol onkeydown=${move} ref=${list}>
+      ${found.slice(0, shown).map(row)}
+      ${!found.length && html`<li class="list-more muted">
+        No episode matches these filters. <${Plain} onclick=${clear}>Clear them<//>
+      </li>`}
+      ${count > shown && html`<li class="list-more">
+        <${Plain} onclick=${more}>Show more (${Format.integer(count - shown)} left)<//>
+      </li>`}
+    </ol>
+  </div>`;
 }
 
 // --- detail
 async function pick(episode) {
-  touched = true;
+  state.touched = true;
   if (episode.group.members) return choose(episode);
   const mine = (turn += 1);
-  const found = await whole(episode.set, state.stage, episode.id);
+  const found = await find(episode.set, state.stage, episode.id);
   return mine === turn && found ? choose(found) : undefined;
 }
 
 function choose(episode) {
-  state.current = episode;
   Charts.hideTooltip();
-  for (const [place, button] of view.list.querySelectorAll("button.episode").entries())
-    button.ariaCurrent = isSame(state.found[place], episode) ? "true" : null;
-  requestAnimationFrame(reveal);
-  if (episode && touched) remember(episode);
-  Groups.mark(view.matrix, episode);
-  const beside = state.beside?.episode !== episode && state.beside?.episode;
-  const shown = episode ? detail(episode) : [h("div.card.muted", "No episode is selected.")];
-  view.detail.parentElement.classList.toggle("paired", Boolean(beside));
-  view.detail.replaceChildren(...(beside ? [h("div", detail(beside)[0]), h("div", shown)] : shown));
+  change({ current: episode });
+  if (episode && state.touched) remember(episode);
 }
 
 // Keep an episode beside the episodes that are opened next, or remove it.
 function keep(episode) {
-  touched = true;
+  state.touched = true;
   state.beside = state.beside?.episode === episode ? null : { episode, stage: state.stage.stage };
   choose(state.current);
 }
 
 // --- link
-let touched = false; // whether the reader has selected something; otherwise the address stays short
 const placeOf = (stage, label, id) => [stage, label, id].map(encodeURIComponent).join("/");
 const addressOf = (...place) => `#episodes/${placeOf(...place)}`;
 
@@ -304,7 +300,7 @@ function decoded(part) {
 function remember(episode) {
   const { stage, beside } = state;
   const other = beside && beside.episode !== episode ? `/${placeOf(beside.stage, beside.episode.set.label, beside.episode.id)}` : "";
-  Address.set("#", addressOf(stage.stage, episode.set.label, episode.id) + other);
+  Address.setFragment(addressOf(stage.stage, episode.set.label, episode.id) + other);
 }
 
 // Show the episode in the address (#episodes/STAGE/STEP/EPISODE), and the one beside it.
@@ -312,12 +308,12 @@ function showAddress() {
   const [name, ...parts] = location.hash.slice(1).split("/").map(decoded);
   const place = name === "episodes" ? (stageOf(parts[0])?.sets.findIndex(set => set.label === parts[1]) ?? -1) : -1;
   if (place < 0) return false;
-  touched = true;
-  setStage(parts[0], place, parts[2]);
+  state.touched = true;
+  show(parts[0], place, parts[2]);
   const stage = stageOf(parts[3]);
   const set = stage?.sets.find(one => one.label === parts[4]);
   if (set)
-    whole(set, stage, parts[5]).then(episode => {
+    find(set, stage, parts[5]).then(episode => {
       state.beside = episode ? { episode, stage: stage.stage } : null;
       choose(state.current);
     });
@@ -342,18 +338,8 @@ function add(name, steps) {
   const added = steps.filter(step => !known.has(step));
   stage.sets.push(...added.map(ofStep));
   if (stage !== state.stage || !added.length) return;
-  if (isLast && !touched) setPlace(stage.sets.length - 1);
-  else view.step.max = stage.sets.length - 1;
-}
-
-// Scroll the list, and only the list, to the episode that is shown.
-function reveal() {
-  const { list } = view;
-  const button = list.querySelector("[aria-current]");
-  if (!button) return;
-  const top = button.offsetTop - list.offsetTop;
-  const isShown = top >= list.scrollTop && top + button.offsetHeight <= list.scrollTop + list.clientHeight;
-  if (!isShown) list.scrollTop = top - 60;
+  if (isLast && !state.touched) show(name, stage.sets.length - 1);
+  else change();
 }
 
 function factsOf(episode) {
@@ -373,123 +359,110 @@ function factsOf(episode) {
   ];
 }
 
-function prompt({ prompt: messages, rendered }) {
-  const isNamed = messages.length > 1 || messages[0]?.role !== "user";
-  return [
-    messages.length > 0 && [h("h4", "Prompt"), Page.messages(messages, isNamed)],
-    rendered && [h("h4", "Prompt as the model saw it"), h("div.prose", { tabindex: 0 }, rendered)],
-  ];
+function prompt({ prompt: said, rendered }) {
+  const isNamed = said.length > 1 || said[0]?.role !== "user";
+  return html`
+    ${said.length > 0 && html`<h4>Prompt</h4><${Messages} said=${said} isNamed=${isNamed} />`}
+    ${rendered && html`<h4>Prompt as the model saw it</h4><div class="prose" tabindex="0">${rendered}</div>`}`;
 }
 
+// One episode as a card.
 function detail(episode) {
-  const { group, set } = episode;
+  const { group, set, failure, turns } = episode;
   const place = state.found.findIndex(one => isSame(one, episode));
-  const step = (text, by) => plain(text, () => pick(state.found[place + by]), { disabled: !state.found[place + by] });
-  const steps = place >= 0 && [step("Previous", -1), step("Next", 1)];
-  const compare = plain(state.beside?.episode === episode ? "Put away" : "Compare", () => keep(episode));
-  const isAlone = group.members.length === 1;
-  const names = isAlone ? [shortId(group.id)] : [`group ${shortId(group.id)}`, `sample ${shortId(episode.id)}`];
+  const step = (text, by) => {
+    const other = state.found[place + by];
+    return html`<${Plain} disabled=${!other} onclick=${() => pick(other)}>${text}<//>`;
+  };
+  const compare = state.beside?.episode === episode ? "Put away" : "Compare";
+  const [own, sample] = [shortId(group.id), shortId(episode.id)];
+  const names = group.members.length === 1 ? [own] : [`group ${own}`, `sample ${sample}`];
   const figures = [
     ...Object.entries(episode.terms).map(([name, value]) => [`reward for ${name}`, Format.number(value)]),
     ...Object.entries(episode.metrics).filter(([name]) => !isStrategy(name)).map(([name, value]) => [name, Format.number(value)]),
   ];
-  const card = h(
-    "div.card",
-    h("div.chart-head", h("h3", [set.label, ...names].join(" · ")), h("div.chart-tools", compare, steps)),
-    Page.definitions(factsOf(episode), "fields"),
-    episode.failure && h("p.notice", h("b", "No score. "), episode.failure),
-    prompt(group),
-    h("h4", episode.turns ? "Turns" : "Answer"),
-    Tokens.view(episode),
-    group.expected && [h("h4", "Right answer"), h("div.prose", { tabindex: 0 }, group.expected)],
-    Spans.lanes(episode),
-    figures.length > 0 && [h("h4", "Scores and metrics"), Page.definitions(figures, "fields")],
-  );
-  const same = Attempts.card(show => attemptsAt(group.task, show), (...place) => (location.hash = addressOf(...place)));
-  return [card, !isAlone && siblings(group, episode), same].filter(Boolean);
+  return html`<div class="card" key=${`${set.label}/${episode.id}`}>
+    <div class="chart-head">
+      <h3>${[set.label, ...names].join(" · ")}</h3>
+      <div class="chart-tools">
+        <${Plain} onclick=${() => keep(episode)}>${compare}<//>${place >= 0 && [step("Previous", -1), step("Next", 1)]}
+      </div>
+    </div>
+    <${Definitions} pairs=${factsOf(episode)} kind="fields" />
+    ${failure && html`<p class="notice"><b>No score. </b>${failure}</p>`}
+    ${prompt(group)}
+    <h4>${turns ? "Turns" : "Answer"}</h4>
+    <${Answer} episode=${episode} />
+    ${group.expected && html`<h4>Right answer</h4><div class="prose" tabindex="0">${group.expected}</div>`}
+    <${Spans} spans=${episode.spans} />
+    ${figures.length > 0 && html`<h4>Scores and metrics</h4><${Definitions} pairs=${figures} kind="fields" />`}
+  </div>`;
+}
+
+const go = (...place) => (location.hash = addressOf(...place));
+
+// An episode with its group and the same task in other steps.
+function reading(episode) {
+  if (!episode) return html`<div class="card muted">No episode is selected.</div>`;
+  const { group } = episode;
+  return html`
+    ${detail(episode)}
+    ${group.members.length > 1 && siblings(group, episode)}
+    <${Attempts} key=${group.task} group=${group} gather=${attemptsAt} go=${go} />`;
 }
 
 function advantageBar(value, largest) {
   const size = (50 * Math.abs(value)) / (largest || 1);
   const style = { "--from": value < 0 ? `${50 - size}%` : "50%", "--size": `${size}%`, "--bar": value < 0 ? "var(--c2)" : "var(--c3)" };
-  return [
-    h("span.advantage", { "aria-hidden": "true" }, value !== 0 && h("i", style)),
-    h("span.figure", Format.signed(value)),
-  ];
+  return html`
+    <span class="advantage" aria-hidden="true">${value !== 0 && html`<i style=${style} />`}</span>
+    <span class="figure">${Format.signed(value)}</span>`;
 }
 
-function siblings(group, current) {
-  const { members } = group;
+function siblings({ members, dead }, current) {
   const isTraining = members.some(episode => episode.advantage !== null);
   const largest = Math.max(0, ...members.map(episode => Math.abs(episode.advantage || 0)));
-  const dead = group.dead ? " A dead group: all rewards are equal, so it gives no gradient." : "";
-  const read = (episode, name) =>
-    h("button", { type: "button", "aria-label": `Read sample ${name}`, onclick: () => pick(episode) }, name);
-  const sample = episode =>
-    h(
-      "tr",
-      { ariaCurrent: episode === current && "true" },
-      h("td", read(episode, shortId(episode.id))),
-      h("td", rewardBadge(episode)),
-      isTraining && h("td", episode.advantage === null ? "–" : advantageBar(episode.advantage, largest)),
-      h("td", String(episode.length)),
-      h("td.words", begin(episode.text)),
-    );
-  const heads = ["Sample", "Reward", ...(isTraining ? ["Advantage"] : []), "Tokens"].map(name => h("th", name));
-  return h(
-    "div.card",
-    h("h3", "Its group"),
-    h("p.muted", `${members.length} samples of one task, ${members.filter(isRight).length} right.${dead}`),
-    h(
-      "div.scroll",
-      { tabindex: 0 },
-      h("table.siblings", h("thead", h("tr", heads, h("th.text", "Answer"))), h("tbody", members.map(sample))),
-    ),
-  );
+  const sample = episode => {
+    const name = shortId(episode.id);
+    const advantage = episode.advantage === null ? "–" : advantageBar(episode.advantage, largest);
+    return html`<tr aria-current=${episode === current || null}>
+      <td><button type="button" aria-label="Read sample ${name}" onclick=${() => pick(episode)}>${name}</button></td>
+      <td>${rewardBadge(episode)}</td>
+      ${isTraining && html`<td>${advantage}</td>`}
+      <td>${episode.length}</td>
+      <td class="words">${begin(episode.text)}</td>
+    </tr>`;
+  };
+  const heads = ["Sample", "Reward", ...(isTraining ? ["Advantage"] : []), "Tokens"].map(name => html`<th>${name}</th>`);
+  return html`<div class="card">
+    <h3>Its group</h3>
+    <p class="muted">
+      ${`${members.length} samples of one task, ${members.filter(isRight).length} right.`}
+      ${dead && " A dead group: all rewards are equal, so it gives no gradient."}
+    </p>
+    <div class="scroll" tabindex="0">
+      <table class="siblings">
+        <thead><tr>${heads}<th class="text">Answer</th></tr></thead>
+        <tbody>${members.map(sample)}</tbody>
+      </table>
+    </div>
+  </div>`;
 }
 
 // --- place
-function drawStrategies() {
-  const { strategies } = state.stage;
-  const options = [["", "any strategy"], ...strategies.map(one => [`s:${one}`, one]), ["none", "no strategy"]];
-  view.strategy.replaceChildren(...options.map(([value, text]) => h("option", { value }, text)));
-  view.strategy.value = Address.get("strategy");
-  if (!view.strategy.value) view.strategy.value = "";
-  view.strategy.hidden = !strategies.length;
-}
-
-function setStage(name, place, episode) {
-  const stage = stageOf(name);
-  if (stage !== state.stage) {
-    if (state.stage) for (const field of ["strategy", "group"]) Address.set(field, (fields[field].value = ""));
-    state.stage = stage;
-    drawStrategies();
-  }
-  view.stage.value = name;
-  setPlace(place ?? (stage.task === "rl" ? stage.sets.length - 1 : 0), episode);
-}
-
-function setPlace(place, episode = null) {
-  const { sets, task } = state.stage;
-  const isSeries = task !== "evaluate" && task !== "collect" && sets.length > 1;
-  state.set = place;
-  state.shown = PAGE;
-  view.step.max = sets.length - 1;
-  view.step.value = place;
-  view.stepLabel.textContent = view.step.ariaValueText = sets[place].label;
-  view.stepControl.hidden = view.allControl.hidden = !isSeries;
-  view.parts.hidden = isSeries || sets.length < 2;
-  const part = (one, at) => Page.chip(one.label, () => browse(state.stage.stage, at), { ariaPressed: String(at === place) });
-  view.parts.replaceChildren(...(view.parts.hidden ? [] : sets.map(part)));
+// Show a set of a stage, by default its usual one, and an episode in it.
+function show(name, place, episode = null) {
+  const [stage, before] = [stageOf(name), state.stage];
+  change({ stage, set: place ?? (stage.task === "rl" ? stage.sets.length - 1 : 0), shown: PAGE });
+  if (before && before !== stage) for (const filter of ["strategy", "group"]) Address.set(filter, "");
   refresh(false, episode);
 }
 
 // Show a place that the reader selected.
-function browse(stage, place) {
-  if (place !== undefined) view.all.checked = false;
-  view.all.dispatchEvent(new Event("input"));
-  touched = true;
-  setStage(stage, place);
+function browse(name, place) {
+  state.touched = true;
+  show(name, place);
+  if (place !== undefined && setting("all")) Address.set("all", "");
 }
 
 // Show the nearest step, and make it possible to go back.
@@ -499,15 +472,15 @@ function open(name, step) {
   location.hash = addressOf(name, sets[far.indexOf(Math.min(...far))].label);
 }
 
-// Call show() with the attempts at a task in all stages, from this file or from the server.
-async function attemptsAt(task, show) {
+// Pass the attempts at a task in all stages to a function, from this file or from the server.
+async function attemptsAt(task, act) {
   if (live) {
     let [known, before] = [[], 0];
-    return listen("tasks", "attempts", { task }, news => {
-      if (news.searched <= before) known = []; // the connection was lost, and the server begins again
-      before = news.searched;
-      known.push(...news.attempts);
-      show({ ...news, attempts: known });
+    return listen("tasks", "attempts", { task }, found => {
+      if (found.searched <= before) known = []; // the connection was lost, and the server begins again
+      before = found.searched;
+      known.push(...found.attempts);
+      act({ ...found, attempts: known });
     });
   }
   const pairs = index.stages.filter(stage => stage.task !== "collect").flatMap(stage => stage.sets.map(set => [stage, set]));
@@ -516,28 +489,76 @@ async function attemptsAt(task, show) {
     const members = (await load(set, stage)).filter(one => one.group.task === task);
     if (members.length) attempts.push({ stage: stage.stage, label: set.label, step: set.step, members });
   }
-  return show({ attempts, searched: pairs.length, of: pairs.length });
+  return act({ attempts, searched: pairs.length, of: pairs.length });
 }
 
-function section() {
-  if (!index.stages.length) return null;
-  const tokens = h("label.control", "tokens", view.least, view.most);
-  const sort = h("label.control.last", "Sort", view.sort);
-  const list = h("div.episode-list", h("div.list-head", view.count), view.list);
-  const element = Page.section(
-    "episodes",
-    "Episodes",
-    index.lead,
-    h("div.toolbar", h("label.control", "Stage", view.stage), view.parts, view.stepControl, view.allControl, sort),
-    view.matrix,
-    h("div.toolbar", view.search, view.reward, view.strategy, view.finish, view.group, tokens),
-    h("div.browser", list, view.detail),
-  );
-  const first = index.stages.findLast(one => one.task === "rl") || last(index.stages);
-  for (const [name, field] of Object.entries({ ...fields, all: view.all })) Address.keep(name, field);
-  if (!showAddress()) setStage(first.stage);
+function placeBar({ stage, task, sets }) {
+  const { label } = sets[state.set];
+  const slider = { min: 0, max: sets.length - 1, step: 1, value: state.set, "aria-valuetext": label };
+  const part = (one, place) =>
+    html`<${Chip} aria-pressed=${place === state.set} onclick=${() => browse(stage, place)}>${one.label}<//>`;
+  const names = index.stages.map(one => one.stage);
+  const isOne = !isSeries({ task, sets });
+  const hasParts = isOne && sets.length > 1;
+  const checkAll = event => Address.set("all", event.target.checked ? "true" : "");
+  return html`<div class="toolbar">
+    <label class="control">
+      Stage<${Select} label="Stage" options=${names} value=${stage} choose=${name => browse(name)} />
+    </label>
+    <div class="parts" role="group" aria-label="Part" hidden=${!hasParts}>${hasParts && sets.map(part)}</div>
+    <label class="control" hidden=${isOne}>
+      <input type="range" aria-label="Step" ...${slider} oninput=${event => browse(stage, Number(event.target.value))} />
+      <output>${label}</output>
+    </label>
+    <label class="control" hidden=${isOne}>
+      <input type="checkbox" checked=${setting("all") === "true"} onchange=${checkAll} />all steps
+    </label>
+    <label class="control last">Sort<${Choice} name="sort" label="Order" options=${SORTS} /></label>
+  </div>`;
+}
+
+function filterBar() {
+  const { reward, strategy, finish } = options();
+  return html`<div class="toolbar">
+    <${Field} name="q" type="search" label="Search" placeholder="Search text, prompt, task" />
+    <${Choice} name="reward" label="Reward" options=${reward} />
+    <${Choice} name="strategy" label="Strategy" options=${strategy} hidden=${strategy.length < 3} />
+    <${Choice} name="finish" label="How it ended" options=${finish} />
+    <${Field} name="group" type="search" label="Group" placeholder="group: 20/3" class="narrow" />
+    <label class="control">
+      tokens
+      <${Field} name="least" type="number" label="Shortest length" min="0" placeholder="min" />
+      <${Field} name="most" type="number" label="Longest length" min="0" placeholder="max" />
+    </label>
+  </div>`;
+}
+
+function Browser() {
+  useNews("episodes");
+  const { stage, set, matrix, current, beside } = state;
+  if (!stage) return null;
+  const isPaired = beside && beside.episode !== current;
+  return html`<${Section} id="episodes" title="Episodes" text=${index.lead}>
+    ${placeBar(stage)}
+    <div class="matrix">
+      <${Groups.Matrix} key=${`${stage.stage}/${set}`} episodes=${matrix} current=${current} pick=${pick} />
+    </div>
+    ${filterBar()}
+    <div class=${isPaired ? "browser paired" : "browser"}>
+      <${List} />
+      <div class="detail">
+        ${isPaired ? html`<div>${detail(beside.episode)}</div><div>${reading(current)}</div>` : reading(current)}
+      </div>
+    </div>
+  <//>`;
+}
+
+// Choose what to show at first: the episode in the address, or those of the last stage that learned from episodes.
+function start() {
+  if (!index.stages.length) return;
   addEventListener("hashchange", showAddress);
-  return element;
+  const first = index.stages.findLast(one => one.task === "rl") || last(index.stages);
+  if (!showAddress()) show(first.stage);
 }
 
-globalThis.Episodes = { add, has, isRight, open, section };
+globalThis.Episodes = { add, start, has, isRight, open, Browser };

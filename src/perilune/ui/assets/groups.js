@@ -10,60 +10,54 @@ const ORDERS = {
   "lowest reward first": (a, b) => mean(a) - mean(b),
   "highest reward first": (a, b) => mean(b) - mean(a),
 };
-const select = Page.select("Order of groups", Object.keys(ORDERS), () => redraw());
-let redraw = () => {}; // draws the current matrix again
-Address.keep("groups", select);
-
 const isDead = group => new Set(rewards(group)).size < 2;
 
-function cell(episode, low, high, pick) {
-  const { reward } = episode;
-  const share = (reward - low) / (high - low || 1);
-  const title = `sample ${episode.id.split("/").pop()}, ${reward === null ? "no score" : `reward ${Format.number(reward, 3)}`}`;
-  const depth = `${(100 * (0.06 + 0.86 * share)).toFixed(0)}%`;
-  const kind = reward === null ? "button.cell.none" : "button.cell";
-  const meaning = { type: "button", title, "aria-label": title, tabindex: -1, "--depth": depth, onclick: () => pick(episode) };
-  return Object.assign(h(kind, meaning), { episode });
+// One group as a strip. The rewards of all strips lie between `low` and `high`.
+function strip(group, low, high, pick, { current, isFirst } = {}) {
+  const cell = (episode, place) => {
+    const { reward } = episode;
+    const share = (reward - low) / (high - low || 1);
+    const title = `sample ${episode.id.split("/").pop()}, ${reward === null ? "no score" : `reward ${Format.number(reward, 3)}`}`;
+    return html`
+      <button class=${reward === null ? "cell none" : "cell"} type="button" title=${title} aria-label=${title}
+        tabindex=${isFirst && place === 0 ? 0 : -1} aria-current=${episode === current || null}
+        style=${{ "--depth": `${(100 * (0.06 + 0.86 * share)).toFixed(0)}%` }} onclick=${() => pick(episode)} />`;
+  };
+  return html`<div class=${isDead(group) ? "strip dead" : "strip"} role="group" aria-label="group ${group.id}" title="task ${group.task}">
+    <span class="name">${group.id.split("/").pop()}</span>
+    ${group.members.map(cell)}
+    <span class="mean">${rewards(group).length ? Format.number(mean(group), 2) : "–"}</span>
+  </div>`;
 }
 
-const strip = (group, ...given) =>
-  h(
-    `div.strip${isDead(group) ? ".dead" : ""}`,
-    { role: "group", "aria-label": `group ${group.id}`, title: `task ${group.task}` },
-    h("span.name", group.id.split("/").pop()),
-    group.members.map(episode => cell(episode, ...given)),
-    h("span.mean", rewards(group).length ? Format.number(mean(group), 2) : "–"),
-  );
-
-// The matrix of the groups of episodes, as elements; none for fewer than two groups of several episodes.
-function matrix(episodes, pick) {
-  const groups = [...new Set(episodes.map(one => one.group))].filter(group => group.members.length > 1);
-  if (groups.length < 2) return [];
-  const scores = groups.flatMap(rewards);
-  const [low, high] = [Math.min(0, ...scores), Math.max(1, ...scores)];
-  const body = h("div.strips", { tabindex: 0, role: "group", "aria-label": "Groups; arrow keys move, Enter reads" });
-  const more = Page.plain(`Show all ${Format.integer(groups.length)} groups`, () => draw(Infinity));
-  function draw(most) {
-    const order = ORDERS[select.value];
-    const sorted = order ? groups.toSorted(order) : groups;
-    body.replaceChildren(...sorted.slice(0, most).map(group => strip(group, low, high, pick)));
-    body.querySelector(".cell").tabIndex = 0;
-    more.hidden = sorted.length <= most;
-  }
-  body.addEventListener("keydown", event => {
+// The matrix of the groups of episodes; nothing for fewer than two groups of several episodes.
+function Matrix({ episodes, current, pick }) {
+  const [order] = useSetting("groups", Object.keys(ORDERS));
+  const [most, setMost] = useState(MOST);
+  const groups = useMemo(() => [...new Set(episodes.map(one => one.group))].filter(one => one.members.length > 1), [episodes]);
+  const strips = useMemo(() => {
+    const scores = groups.flatMap(rewards);
+    const [low, high] = [Math.min(0, ...scores), Math.max(1, ...scores)];
+    const sorted = ORDERS[order] ? groups.toSorted(ORDERS[order]) : groups;
+    return sorted.slice(0, most).map((group, place) => strip(group, low, high, pick, { current, isFirst: place === 0 }));
+  }, [groups, order, most, current]);
+  if (groups.length < 2) return null;
+  const move = event => {
     const row = document.activeElement.parentElement.querySelectorAll(".cell").length;
-    Page.moveFocus(event, ".cell", { ArrowRight: 1, ArrowLeft: -1, ArrowDown: row, ArrowUp: -row });
-  });
-  redraw = () => draw(MOST);
-  redraw();
-  const dead = `${Format.integer(groups.filter(isDead).length)} dead: equal rewards, no gradient`;
-  const title = h("h4", `${Format.integer(groups.length)} groups by reward`);
-  return [h("div.chart-head", title, h("span.muted", dead), h("label.control.last", "Order", select)), body, more];
+    moveFocus(event, ".cell", { ArrowRight: 1, ArrowLeft: -1, ArrowDown: row, ArrowUp: -row });
+  };
+  return html`
+    <div class="chart-head">
+      <h4>${Format.integer(groups.length)} groups by reward</h4>
+      <span class="muted">${Format.integer(groups.filter(isDead).length)} dead: equal rewards, no gradient</span>
+      <label class="control last">Order<${Choice} name="groups" label="Order of groups" options=${Object.keys(ORDERS)} /></label>
+    </div>
+    <div class="strips" tabindex="0" role="group" aria-label="Groups; arrow keys move, Enter reads" onkeydown=${move}>${strips}</div>
+    <${More} all=${groups} most=${most} setMost=${setMost} what="groups" />`;
 }
 
-// Mark the cell of the open episode.
-function mark(holder, episode) {
-  for (const cell of holder.querySelectorAll(".cell")) cell.ariaCurrent = cell.episode === episode ? "true" : null;
-}
+// A button that shows all strips, if there are more than `most`.
+const More = ({ all, most, setMost, what }) => html`
+  <${Plain} hidden=${all.length <= most} onclick=${() => setMost(Infinity)}>Show all ${Format.integer(all.length)} ${what}<//>`;
 
-globalThis.Groups = { matrix, mark, strip };
+globalThis.Groups = { More, Matrix, strip };

@@ -1,14 +1,14 @@
 // Keeps the page of an experiment up to date from server-sent events.
-await Report.built;
-
 const { base, offsets } = Data.live;
 const source = new EventSource(`${base}/events?offsets=${encodeURIComponent(JSON.stringify(offsets))}`);
-const sign = h("span.connection", { role: "status" }, "connecting");
+const sign = document.createElement("span");
 document.querySelector(".brand").after(sign);
+sign.role = "status";
 const say = (text, kind) => {
   sign.textContent = text;
   sign.className = `connection ${kind}`;
 };
+say("connecting", "");
 source.onopen = () => say("live", "on");
 source.onerror = () => say("no connection", "off");
 
@@ -19,7 +19,7 @@ function reload() {
 
 const pending = new Set(); // stages with new lines to draw
 function draw() {
-  for (const stage of pending) Course.update(stage);
+  for (const stage of pending) tell(`steps ${stage}`);
   pending.clear();
   readAgain().catch(() => say("no connection", "off"));
 }
@@ -42,8 +42,7 @@ source.addEventListener("steps", event => {
 });
 source.addEventListener("status", event => {
   Object.assign(Data, JSON.parse(event.data));
-  document.getElementById("verdict").replaceWith(Verdict.panel());
-  document.getElementById("progress").replaceWith(Verdict.progress());
+  tell("status");
 });
 source.addEventListener("changed", reload);
 
@@ -63,9 +62,9 @@ async function readAgain() {
       const charts = training.find(fresh => fresh.stage === one.stage)?.charts || one.charts;
       if (JSON.stringify(charts) === JSON.stringify(one.charts)) continue;
       one.charts = charts;
-      Course.update(one.stage);
+      tell(`steps ${one.stage}`);
     }
-    Report.refresh();
+    tell("document");
   } finally {
     next = performance.now() + Math.max(MIN_PAUSE, PAUSE_FACTOR * (performance.now() - began));
   }

@@ -1,37 +1,35 @@
-// Shared functions of the scripts: creating elements, formatting numbers, building sections.
-// Data becomes text nodes and numbers only: no function here parses HTML.
+// Shared parts of the scripts: drawing with Preact, formats of numbers, settings in the URL, elements of all pages.
+// What a model wrote becomes text nodes and numbers only: no script parses HTML.
 "use strict";
 
-// Create an element: h("p.lead", { title: "…" }, "text", child, …). Properties that begin with -- go to its style.
-// Strings become text nodes; null, undefined and false are skipped.
-const h = (name, ...rest) => fill(tag => document.createElement(tag), name, rest);
-const s = (name, ...rest) => fill(tag => document.createElementNS("http://www.w3.org/2000/svg", tag), name, rest);
-const isNothing = value => value === null || value === undefined || value === false;
+const { render } = preact;
+const { useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState } = preactHooks;
+const html = htm.bind(preact.h);
 
-function fill(create, name, rest) {
-  const [tag, ...classes] = name.split(".");
-  const element = create(tag);
-  const properties = rest[0]?.constructor === Object ? rest.shift() : {};
-  for (const [key, value] of Object.entries(properties)) {
-    if (isNothing(value)) continue;
-    if (key.startsWith("--")) element.style.setProperty(key, value);
-    else if (key in element && element instanceof HTMLElement && key !== "list") element[key] = value;
-    else element.setAttribute(key, value);
-  }
-  for (const one of classes) element.classList.add(one);
-  element.append(...rest.flat(Infinity).filter(child => !isNothing(child)));
-  return element;
+// News of changes, by name. A component that uses a name is drawn again when it is told.
+const news = new EventTarget();
+const tell = name => news.dispatchEvent(new Event(name));
+
+// Listen to some names; returns how often the component was drawn for them.
+function useNews(...names) {
+  const [count, draw] = useReducer(drawn => drawn + 1, 0);
+  useLayoutEffect(() => {
+    for (const name of names) news.addEventListener(name, draw);
+    return () => names.forEach(name => news.removeEventListener(name, draw));
+  }, names);
+  return count;
 }
 
+const isNothing = value => value === null || value === undefined || value === false;
 const minus = text => text.replaceAll("-", "−");
 const isNumber = value => typeof value === "number" && Number.isFinite(value);
 const sum = values => values.reduce((total, value) => total + (value || 0), 0);
 const last = values => values[values.length - 1];
 const clamp = (low, value, high) => Math.max(low, Math.min(high, value));
 const spaced = name => name.replaceAll("_", " ");
-// A function that tells whether a text contains all words of a search field, ignoring case.
-const wordFilter = input => {
-  const words = input.value.toLowerCase().split(/\s+/).filter(Boolean);
+// A function that tells whether a text contains all the words that are sought, ignoring case.
+const wordFilter = sought => {
+  const words = sought.toLowerCase().split(/\s+/).filter(Boolean);
   return text => words.every(word => text.toLowerCase().includes(word));
 };
 
@@ -90,177 +88,202 @@ const AXES = {
 const CLOCK = { time: true, format: Format.seconds, tick: value => (value ? Format.seconds(value) : "0") };
 AXES.clock = CLOCK;
 
-const Page = (() => {
-  const lead = text => text && h("p.lead", text);
-  const section = (id, title, text, ...nodes) =>
-    h("section", { id, "aria-labelledby": `${id}-title` }, h("h2", { id: `${id}-title` }, title), lead(text), nodes);
-
-  // Heading and lead of a part of a section.
-  const part = (title, text) => [h("h3.part", title), lead(text)];
-
-  // A table of `rows`; a column is [name, row => content, kind]: kind "text" is aligned left, "header" names its row.
-  function table(columns, rows, caption) {
-    const heads = columns.map(([name, , kind]) => h("th", { scope: "col", class: kind }, name));
-    const cell = (row, [, value, kind]) =>
-      kind === "header" ? h("th", { scope: "row" }, value(row)) : h("td", { class: kind }, value(row));
-    const body = rows.map(row => h("tr", columns.map(column => cell(row, column))));
-    const frame = { tabindex: 0, role: "region", "aria-label": caption };
-    return h("div.scroll", frame, h("table", h("thead", h("tr", heads)), h("tbody", body)));
-  }
-
-  const button = (kind, text, onclick, more) => h(`button.${kind}`, { type: "button", onclick, ...more }, text);
-  const chip = (...given) => button("chip", ...given);
-  const plain = (...given) => button("plain", ...given);
-
-  // A select element. An option is a text, or a pair of value and text.
-  function select(label, options, onchange, value) {
-    const pairs = options.map(one => (Array.isArray(one) ? one : [one, one]));
-    const element = h("select", { "aria-label": label, onchange }, pairs.map(([key, text]) => h("option", { value: key }, text)));
-    if (value !== undefined) element.value = value;
-    return element;
-  }
-
-  // Move the focus among the elements that match a selector. `steps` has, by key, how many elements to move.
-  function moveFocus(event, selector, steps) {
-    const all = [...event.currentTarget.querySelectorAll(selector)];
-    const next = steps[event.key] && all[Math.max(-1, all.indexOf(document.activeElement)) + steps[event.key]];
-    if (!next) return null;
-    event.preventDefault();
-    next.focus();
-    return next;
-  }
-
-  // The messages of a prompt or a conversation.
-  const messages = (said, isNamed = true) =>
-    h("div.prose", { tabindex: 0 }, said.map(({ role, content }) => [isNamed && h("span.role", role), h("span", content), "\n"]));
-
-  function copyable(text) {
-    const block = h("pre", { tabindex: 0 }, text);
-    const copy = chip("Copy", async () => {
-      try {
-        await navigator.clipboard.writeText(text);
-      } catch {
-        getSelection().selectAllChildren(block);
-        document.execCommand("copy");
-      }
-      copy.textContent = "Copied";
-      setTimeout(() => (copy.textContent = "Copy"), 1500);
-    });
-    return h("div.copyable", block, copy);
-  }
-
-  const isGiven = ([, value]) => !isNothing(value) && value !== "";
-  const definitions = (pairs, kind = "keyvalue") =>
-    h(`dl.${kind}`, pairs.filter(isGiven).map(([key, value]) => h("div", h("dt", key), h("dd", value))));
-
-  // --- page chrome
-  function theme() {
-    const element = document.getElementById("theme");
-    const order = ["auto", "light", "dark"];
-    // A file opened in a strict browser has no storage; the choice then lasts as long as the page.
-    const stored = (verb, ...given) => {
-      try {
-        return localStorage[verb]("perilune-theme", ...given);
-      } catch {
-        return null;
-      }
-    };
-    let place = Math.max(0, order.indexOf(stored("getItem")));
-    const apply = () => {
-      if (place) document.documentElement.dataset.theme = order[place];
-      else delete document.documentElement.dataset.theme;
-      element.textContent = `theme: ${order[place]}`;
-      element.ariaLabel = `Color scheme: ${order[place]}`;
-    };
-    element.onclick = () => {
-      place = (place + 1) % order.length;
-      stored("setItem", order[place]);
-      apply();
-    };
-    apply();
-  }
-
-  function navigation() {
-    const sections = [...document.querySelectorAll("main > section")];
-    const links = sections.map(one => h("a", { href: `#${one.id}` }, one.querySelector("h2").textContent));
-    document.getElementById("nav").append(...links);
-    const mark = () => {
-      const current = sections.findLastIndex(one => one.getBoundingClientRect().top < 130);
-      for (const [place, link] of links.entries()) link.ariaCurrent = place === current ? "true" : null;
-    };
-    addEventListener("scroll", () => requestAnimationFrame(mark), { passive: true });
-    mark();
-  }
-
-  // Footer, color scheme and navigation, once the sections are in the page.
-  function finish(footer) {
-    const brand = document.querySelector(".brand");
-    if (location.protocol !== "file:" && Data.index) [brand.href, brand.ariaLabel] = [Data.index, "All experiments"];
-    document.getElementById("footer").append(footer);
-    theme();
-    navigation();
-  }
-
-  return { section, part, table, chip, plain, select, moveFocus, messages, copyable, definitions, finish };
-})();
-
 // Keeps the reader's settings in the query of the URL, so that a copied URL and the back button show the same view.
-// The name "#" stands for the fragment.
+// A change of a setting is told as "?" and its name.
 const Address = (() => {
   const PAUSE = 150; // milliseconds between two writes: browsers refuse more than 200 in 30 seconds
-  const restorers = [];
-  const changes = new Map(); // changes that are not in the address yet
-  let [written, timer, place] = [-PAUSE, 0, ""];
+  let query = new URLSearchParams(location.search);
+  let fragment = null; // a fragment that is not in the address yet, and the one that it replaces
+  let [written, timer] = [-PAUSE, null];
 
-  const get = name => changes.get(name) ?? new URLSearchParams(location.search).get(name) ?? "";
+  const get = name => query.get(name) ?? "";
 
   function set(name, value) {
-    changes.set(name, value);
-    place = location.hash;
+    if (value) query.set(name, value);
+    else query.delete(name);
+    plan();
+    tell(`?${name}`);
+  }
+
+  function setFragment(text) {
+    fragment = { text, instead: location.hash };
+    plan();
+  }
+
+  function plan() {
     clearTimeout(timer);
-    const wait = written + PAUSE - performance.now();
-    if (wait <= 0) write();
-    else timer = setTimeout(write, wait);
+    timer = setTimeout(write, Math.max(0, written + PAUSE - performance.now()));
   }
 
   function write() {
-    if (!changes.size) return;
+    if (timer === null) return;
+    clearTimeout(timer);
     const url = new URL(location.href);
-    for (const [name, value] of changes)
-      if (name === "#") url.hash = location.hash === place ? value : location.hash; // unless a link was followed
-      else if (value) url.searchParams.set(name, value);
-      else url.searchParams.delete(name);
-    changes.clear();
-    written = performance.now();
+    url.search = query;
+    if (fragment?.instead === location.hash) url.hash = fragment.text; // unless a link was followed
+    [fragment, timer, written] = [null, null, performance.now()];
     history.replaceState(null, "", url);
-  }
-
-  // Keep the value of a field in the URL under a name, unless the field has its initial value.
-  function keep(name, field) {
-    const key = field.type === "checkbox" ? "checked" : "value";
-    const usual = field[key];
-    field.addEventListener("input", () => set(name, field[key] === usual ? "" : String(field[key])));
-    restore(() => {
-      const [shown, wanted] = [field[key], get(name)];
-      field[key] = wanted || usual;
-      if (wanted && field[key] !== wanted && key === "value") field[key] = usual; // the field has no such option
-      if (field[key] !== shown) (field.oninput || field.onchange)();
-    });
-    return field;
-  }
-
-  // Call a function now, and each time that the reader goes back or follows a link.
-  function restore(show) {
-    restorers.push(show);
-    show();
   }
 
   addEventListener("click", write, true); // a link would drop changes
   addEventListener("popstate", () => {
-    changes.clear();
-    for (const show of restorers) show();
+    clearTimeout(timer);
+    const before = query;
+    [query, fragment, timer] = [new URLSearchParams(location.search), null, null];
+    const names = new Set([...before.keys(), ...query.keys()]);
+    for (const name of names) if (query.get(name) !== before.get(name)) tell(`?${name}`);
   });
-  return { get, set, keep, restore };
+  return { get, set, setFragment };
 })();
+
+// An option is a text, or a pair of value and text. The first one is the usual one, which is not in the URL.
+const valueOf = option => (Array.isArray(option) ? option[0] : option);
+
+// The value of a setting: one of the options, or any text if there are none.
+function setting(name, options) {
+  const values = options?.map(valueOf);
+  const value = Address.get(name);
+  return !values || values.includes(value) ? value : values[0];
+}
+
+// The value of a setting, and a function that changes it.
+function useSetting(name, options) {
+  useNews(`?${name}`);
+  return [setting(name, options), value => Address.set(name, options && value === valueOf(options[0]) ? "" : value)];
+}
+
+// --- fields
+const Chip = given => html`<button class="chip" type="button" ...${given} />`;
+const Plain = given => html`<button class="plain" type="button" ...${given} />`;
+
+function Select({ label, options, choose, ...more }) {
+  const option = one => html`<option key=${valueOf(one)} value=${valueOf(one)}>${Array.isArray(one) ? one[1] : one}</option>`;
+  const onchange = event => choose(event.target.value);
+  return html`<select aria-label=${label} onchange=${onchange} ...${more}>${options.map(option)}</select>`;
+}
+
+// A select element for a setting.
+function Choice({ name, options, ...more }) {
+  const [value, choose] = useSetting(name, options);
+  return html`<${Select} options=${options} value=${value} choose=${choose} ...${more} />`;
+}
+
+// An input element for a setting.
+function Field({ name, label, usual = "", ...more }) {
+  const [value, set] = useSetting(name);
+  const oninput = ({ target }) => set(target.value === usual ? "" : target.value);
+  return html`<input aria-label=${label} value=${value || usual} oninput=${oninput} ...${more} />`;
+}
+
+// Move the focus among the elements that match a selector. `steps` has, by key, how many elements to move.
+function moveFocus(event, selector, steps) {
+  const all = [...event.currentTarget.querySelectorAll(selector)];
+  const next = steps[event.key] && all[Math.max(-1, all.indexOf(document.activeElement)) + steps[event.key]];
+  if (!next) return null;
+  event.preventDefault();
+  next.focus();
+  return next;
+}
+
+// --- parts of pages
+const small = text => html`<small>${text}</small>`;
+const mono = (text, title) => html`<span class="mono" title=${title}>${text}</span>`;
+const lead = text => text && html`<p class="lead">${text}</p>`;
+const Section = ({ id, title, text, children }) => html`
+  <section id=${id} aria-labelledby="${id}-title"><h2 id="${id}-title">${title}</h2>${lead(text)}${children}</section>`;
+
+// Heading and lead of a part of a section.
+const Part = ({ title, text }) => html`<h3 class="part">${title}</h3>${lead(text)}`;
+
+// A table of `rows`; a column is [name, row => content, kind]: kind "text" is aligned left, "header" names its row.
+function Table({ columns, rows, caption }) {
+  const head = ([name, , kind]) => html`<th scope="col" class=${kind}>${name}</th>`;
+  const cell = (row, [, value, kind]) =>
+    kind === "header" ? html`<th scope="row">${value(row)}</th>` : html`<td class=${kind}>${value(row)}</td>`;
+  return html`<div class="scroll" tabindex="0" role="region" aria-label=${caption}>
+    <table>
+      <thead><tr>${columns.map(head)}</tr></thead>
+      <tbody>${rows.map(row => html`<tr>${columns.map(column => cell(row, column))}</tr>`)}</tbody>
+    </table>
+  </div>`;
+}
+
+// The messages of a prompt or a conversation.
+const Messages = ({ said, isNamed = true }) => html`<div class="prose" tabindex="0">
+  ${said.map(({ role, content }) => html`${isNamed && html`<span class="role">${role}</span>`}<span>${content}</span>${"\n"}`)}
+</div>`;
+
+function Copyable({ text }) {
+  const block = useRef();
+  const [label, say] = useState("Copy");
+  const copy = async () => {
+    try {
+      await navigator.clipboard.writeText(text);
+    } catch {
+      getSelection().selectAllChildren(block.current);
+      document.execCommand("copy");
+    }
+    say("Copied");
+    setTimeout(() => say("Copy"), 1500);
+  };
+  return html`<div class="copyable"><pre tabindex="0" ref=${block}>${text}</pre><${Chip} onclick=${copy}>${label}<//></div>`;
+}
+
+const isGiven = ([, value]) => !isNothing(value) && value !== "";
+const Definitions = ({ pairs, kind = "keyvalue" }) => html`<dl class=${kind}>
+  ${pairs.filter(isGiven).map(([key, value]) => html`<div><dt>${key}</dt><dd>${value}</dd></div>`)}
+</dl>`;
+
+// --- the page
+const main = document.getElementById("main");
+main.replaceChildren(); // without the notice for browsers that run no scripts
+const drawPage = (...parts) => render(parts, main);
+
+function theme() {
+  const element = document.getElementById("theme");
+  const order = ["auto", "light", "dark"];
+  // A file opened in a strict browser has no storage; the choice then lasts as long as the page.
+  const stored = (verb, ...given) => {
+    try {
+      return localStorage[verb]("perilune-theme", ...given);
+    } catch {
+      return null;
+    }
+  };
+  const apply = scheme => {
+    if (scheme === "auto") delete document.documentElement.dataset.theme;
+    else document.documentElement.dataset.theme = scheme;
+    Object.assign(element, { textContent: `theme: ${scheme}`, ariaLabel: `Color scheme: ${scheme}` });
+  };
+  let place = Math.max(0, order.indexOf(stored("getItem")));
+  apply(order[place]);
+  element.onclick = () => {
+    place = (place + 1) % order.length;
+    stored("setItem", order[place]);
+    apply(order[place]);
+  };
+}
+
+function Navigation() {
+  const sections = [...document.querySelectorAll("main > section")];
+  const [current, mark] = useState(-1);
+  useEffect(() => {
+    const find = () => mark(sections.findLastIndex(one => one.getBoundingClientRect().top < 130));
+    addEventListener("scroll", () => requestAnimationFrame(find), { passive: true });
+    find();
+  }, []);
+  const link = (one, place) =>
+    html`<a href="#${one.id}" aria-current=${place === current || null}>${one.querySelector("h2").textContent}</a>`;
+  return sections.map(link);
+}
+
+// Footer, color scheme and navigation, once the sections are in the page.
+function finishPage(footer) {
+  const brand = document.querySelector(".brand");
+  if (location.protocol !== "file:" && Data.index) [brand.href, brand.ariaLabel] = [Data.index, "All experiments"];
+  document.getElementById("footer").append(footer);
+  theme();
+  render(html`<${Navigation} />`, document.getElementById("nav"));
+}
 
 const Data = JSON.parse(document.getElementById("report-data").textContent);

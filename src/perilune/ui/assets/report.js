@@ -1,104 +1,85 @@
 // Lays out the report: head, facts, notices and provenance. The other files draw the other sections.
-const { section, part, table, copyable, definitions } = Page;
-const state = row => h("span", { class: `state ${row.state}` }, row.state);
-const mono = (text, title) => h("span.mono", { title }, text || "–");
+const state = row => html`<span class="state ${row.state}">${row.state}</span>`;
 
-function hero() {
+function Hero() {
+  useNews("document");
   const { experiment, headline } = Data;
-  const chart = Data.climb_chart ? Charts.figure(Data.climb_chart) : Course.mainChart();
-  return h(
-    "div.hero",
-    { id: "top" },
-    h(
-      "div",
-      h("p.eyebrow", h("b", experiment.name), state(experiment)),
-      h("h1", headline.title),
-      headline.paragraphs.map(text => h("p.lead", text)),
-    ),
-    chart && h("div", chart),
-  );
+  const chart = Data.climb_chart ? Charts.figure(Data.climb_chart) : html`<${Course.MainChart} />`;
+  return html`<div class="hero" id="top">
+    <div>
+      <p class="eyebrow"><b>${experiment.name}</b>${state(experiment)}</p>
+      <h1>${headline.title}</h1>
+      ${headline.paragraphs.map(lead)}
+    </div>
+    ${(Data.climb_chart || Data.training.length > 0) && html`<div>${chart}</div>`}
+  </div>`;
 }
 
-const facts = () =>
-  h("dl.facts", Data.facts.map(([name, value, more]) => h("div", h("dt", name), h("dd", value, more && h("small", more)))));
+function Facts() {
+  useNews("document");
+  const fact = ([name, value, more]) => html`<div><dt>${name}</dt><dd>${value}${more && small(more)}</dd></div>`;
+  return html`<dl class="facts">${Data.facts.map(fact)}</dl>`;
+}
 
-function notices() {
-  const told = Data.notices.filter(notice => !(Data.live && notice.kind === "active")); // the progress bars show it
-  return told.map(({ kind, title, text, log }) =>
-    h(`div.notice.${kind}`, { role: "note" }, h("b", title), text && ` ${text}`, log && h("pre", { tabindex: 0 }, log)),
-  );
+function notice({ kind, title, text, log }) {
+  if (Data.live && kind === "active") return null; // the progress bars show it
+  return html`<div class="notice ${kind}" role="note">
+    <b>${title}</b>${text && ` ${text}`}${log && html`<pre tabindex="0">${log}</pre>`}
+  </div>`;
 }
 
 // --- provenance
-const block = (title, hint, ...nodes) => h("details", h("summary", title, hint && h("span.muted", hint)), h("div", nodes));
-const titled = (title, node) => [h("h3.part", title), node];
+const Block = ({ title, hint, children }) => html`
+  <details><summary>${title}${hint && html`<span class="muted">${hint}</span>`}</summary><div>${children}</div></details>`;
+const titled = (title, content) => html`<h3 class="part">${title}</h3>${content}`;
 
-function software(source) {
-  const packages = source.packages.map(([name, version]) => h("div", h("span", name), h("span.mono.muted", version)));
-  const listed = packages.length > 0 && titled(`Packages (${packages.length})`, h("div.columns", packages));
-  return block("Software", source.software_name, definitions(source.software), listed);
+function software({ software_name: name, software: pairs, packages }) {
+  const item = ([one, version]) => html`<div><span>${one}</span><span class="mono muted">${version}</span></div>`;
+  return html`<${Block} title="Software" hint=${name}>
+    <${Definitions} pairs=${pairs} />
+    ${packages.length > 0 && titled(`Packages (${packages.length})`, html`<div class="columns">${packages.map(item)}</div>`)}
+  <//>`;
 }
 
-const ofRun = stage =>
-  block(
-    `Run of ${stage.name}`,
-    stage.task,
-    definitions(stage.facts),
-    stage.summary && titled("summary.json", copyable(stage.summary)),
-    stage.spec && titled("job.json", copyable(stage.spec)),
-    stage.log && titled("End of the log", h("pre", { tabindex: 0 }, stage.log)),
-  );
+const run = ({ name, task, facts, summary, spec, log }) => html`<${Block} title="Run of ${name}" hint=${task}>
+  <${Definitions} pairs=${facts} />
+  ${summary && titled("summary.json", html`<${Copyable} text=${summary} />`)}
+  ${spec && titled("job.json", html`<${Copyable} text=${spec} />`)}
+  ${log && titled("End of the log", html`<pre tabindex="0">${log}</pre>`)}
+<//>`;
 
-function provenance() {
+function Provenance() {
   const columns = [
-    ["Stage", row => [row.name, h("small", row.task)], "header"],
-    ["Run", row => mono(row.run_id), "text"],
-    ["State", row => [state(row), row.cause && h("small", row.cause)], "text"],
+    ["Stage", row => [row.name, small(row.task)], "header"],
+    ["Run", row => mono(row.run_id || "–"), "text"],
+    ["State", row => [state(row), row.cause && small(row.cause)], "text"],
     ["Attempts", row => Format.integer(row.attempts)],
-    ["Bundle digest", row => mono(row.digest?.slice(0, 16), row.digest), "text"],
+    ["Bundle digest", row => mono(row.digest?.slice(0, 16) || "–", row.digest), "text"],
     ["Time", row => Format.seconds(row.seconds)],
   ];
-  const source = Data.provenance;
+  const { commands, recipe, machine, machine_name: name, ...source } = Data.provenance;
+  const text = "What ran, with which code and machine, and how to reproduce it. The facts were recorded by the runs themselves.";
   const what =
     "Verification recomputes every digest; reproduction runs the frozen bundle again and compares metrics, episodes and the final checkpoint.";
-  return section(
-    "provenance",
-    "Provenance",
-    "What ran, with which code and machine, and how to reproduce it. The facts were recorded by the runs themselves.",
-    table(columns, Data.stages, "Runs"),
-    h(
-      "div",
-      block("Verify and reproduce", "commands", h("p.lead", what), copyable(source.commands)),
-      source.recipe && block("Recipe", "resolved, with every default filled in", copyable(source.recipe)),
-      source.machine.length > 0 && block("Machine", source.machine_name, definitions(source.machine)),
-      source.software.length > 0 && software(source),
-      Data.stages.map(ofRun),
-    ),
-  );
+  return html`<${Section} id="provenance" title="Provenance" text=${text}>
+    <${Table} columns=${columns} rows=${Data.stages} caption="Runs" />
+    <div>
+      <${Block} title="Verify and reproduce" hint="commands">${lead(what)}<${Copyable} text=${commands} /><//>
+      ${recipe && html`<${Block} title="Recipe" hint="resolved, with every default filled in"><${Copyable} text=${recipe} /><//>`}
+      ${machine.length > 0 && html`<${Block} title="Machine" hint=${name}><${Definitions} pairs=${machine} /><//>`}
+      ${source.software.length > 0 && software(source)}
+      ${Data.stages.map(run)}
+    </div>
+  <//>`;
 }
 
-const add = (...nodes) => document.getElementById("main").append(...nodes.flat().filter(Boolean));
-
-function details() {
-  add(Outcome.evaluations(), Outcome.climb(), Outcome.forgetting(), Course.curves(), Course.time());
-  add(Episodes.section(), Outcome.tasksSection(), provenance());
-  Page.finish(Data.footer);
-  document.getElementById(location.hash.slice(1))?.scrollIntoView();
-}
+const head = html`<${Verdict.Panel} /><${Verdict.Progress} /><${Hero} /><${Facts} />${Data.notices.map(notice)}`;
+const results = html`<${Outcome.Evaluations} /><${Outcome.Climb} /><${Outcome.Forgetting} /><${Course.Curves} /><${Course.Time} />`;
 
 // The browser paints the head before the rest is drawn. A hidden page is not painted, so it does not wait.
-async function build() {
-  add(Verdict.panel(), Verdict.progress(), hero(), facts(), notices());
-  if (!document.hidden) await new Promise(resolve => requestAnimationFrame(() => setTimeout(resolve)));
-  details();
-}
-
-// Draw the head and the times again, after the data have changed.
-function refresh() {
-  for (const [selector, make] of [["#top.hero", hero], [".facts", facts], ["#time", Course.time]]) {
-    const [old, fresh] = [document.querySelector(selector), make()];
-    if (old && fresh) old.replaceWith(fresh);
-  }
-}
-
-globalThis.Report = { built: build(), refresh };
+drawPage(head);
+if (!document.hidden) await new Promise(resolve => requestAnimationFrame(() => setTimeout(resolve)));
+Episodes.start();
+drawPage(head, results, html`<${Episodes.Browser} /><${Outcome.Tasks} /><${Provenance} />`);
+finishPage(Data.footer);
+document.getElementById(location.hash.slice(1))?.scrollIntoView();

@@ -26,12 +26,12 @@ function lane(span, total) {
 }
 
 function conversation({ name, id, messages }) {
-  const title = h("summary", `${name} ${id}`, h("span.muted", `${messages.length} messages`));
-  return h("details", title, Page.messages(messages));
+  const count = html`<span class="muted">${messages.length} messages</span>`;
+  return html`<details><summary>${name} ${id}${count}</summary><${Messages} said=${messages} /></details>`;
 }
 
-// The lanes and the conversations of an episode's sub-agents; null without sub-agents.
-function lanes({ spans }) {
+// The lanes and the conversations of an episode's sub-agents; nothing without sub-agents.
+function Spans({ spans }) {
   if (!spans) return null;
   const rounds = Math.max(1, ...spans.lanes.flatMap(span => [...span.rounds.map(one => one + 1), span.joined]));
   const saved = spans.critical ? spans.total / spans.critical : 1;
@@ -43,7 +43,7 @@ function lanes({ spans }) {
     x: { domain: [0, rounds], format: Format.integer, integer: true, label: "rounds" },
     rows: spans.lanes.map(span => lane(span, rounds)),
   });
-  return h("div.lanes", chart, spans.lanes.filter(span => span.messages.length).map(conversation));
+  return html`<div class="lanes">${chart}${spans.lanes.filter(span => span.messages.length).map(conversation)}</div>`;
 }
 
-globalThis.Spans = { lanes };
+globalThis.Spans = Spans;

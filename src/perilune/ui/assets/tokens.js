@@ -65,11 +65,7 @@ const MODES = {
 };
 const SIGNS = [["made likelier", "var(--c3)", 0.5], ["made less likely", "var(--c2)", 0.5]];
 
-function paint(element, color, depth) {
-  element.style.setProperty("--tint", color || "");
-  element.style.setProperty("--depth", `${(100 * depth).toFixed(1)}%`);
-  return element;
-}
+const paint = (color, depth) => ({ "--tint": color || "", "--depth": `${(100 * depth).toFixed(1)}%` });
 
 function details(episode, text, place) {
   const rows = [["token", JSON.stringify(text)]];
@@ -93,72 +89,67 @@ function details(episode, text, place) {
   return rows.map(([name, value]) => ({ name, value }));
 }
 
-function asText(episode) {
+function TextOnly({ episode }) {
   const why = episode.vocabulary ? "The tokens of this group were too large to include" : "The tokenizer of this run was not found";
-  const turns = episode.turns?.map(turn => [h("span.role", turn.role), h("span", turn.text), "\n"]);
-  return [
-    h("div.prose", { tabindex: 0 }, turns || episode.text || "(empty)"),
-    episode.length > 0 && h("p.heat-key", `${why}, so only the text is shown.`),
-  ];
+  const turns = episode.turns?.map(turn => html`<span class="role">${turn.role}</span><span>${turn.text}</span>${"\n"}`);
+  return html`
+    <div class="prose" tabindex="0">${turns || episode.text || "(empty)"}</div>
+    ${episode.length > 0 && html`<p class="heat-key">${why}, so only the text is shown.</p>`}`;
 }
 
-function tokenOf([text, special], masked) {
-  const isShown = VISIBLE[text] !== undefined && !special;
-  const content = isShown ? [h("span.invisible", VISIBLE[text][0]), VISIBLE[text].slice(1)] : text;
-  return h(`span.token${special ? ".special" : ""}${masked ? ".masked" : ""}`, content);
-}
+const shownAs = text => [html`<span class="invisible">${VISIBLE[text][0]}</span>`, VISIBLE[text].slice(1)];
 
-// The answer as elements, with the legend of its colors.
-function view(episode) {
-  if (!episode.tokens) return asText(episode);
-  const pieces = episode.tokens.map(token => (typeof token === "string" ? [token, 0] : episode.vocabulary[token]));
-  const elements = pieces.map((piece, place) => tokenOf(piece, isMasked(episode, place)));
-  const starts = new Map(episode.turns?.map(turn => [turn.start, turn.role]));
-  const meaning = { tabindex: 0, role: "group", "aria-label": "Answer, token by token; arrow keys move" };
-  const content = elements.map((element, place) => [starts.has(place) && h("span.role", starts.get(place)), element]);
-  const holder = h("div.tokens", meaning, content);
-  const key = h("p.heat-key");
-  const modes = Object.keys(MODES).filter(mode => MODES[mode].has(episode));
-  const choose = () => draw(Address.set("colour", select.value));
-  const asked = Address.get("colour");
-  const select = Page.select("Color of tokens", modes, choose, modes.includes(asked) ? asked : modes[0]);
-  function draw() {
-    const mode = select.value;
-    for (const [place, element] of elements.entries())
-      if (!isMasked(episode, place)) paint(element, ...MODES[mode].of(episode, place));
-    const samples = MODES[mode].key?.(episode) || SIGNS;
-    const painted = samples.map(([text, ...tint]) => paint(h("span.token", text), ...tint));
-    key.replaceChildren("Color: ", modes.length > 1 ? select : "probability under the policy", ...painted);
-  }
-  draw();
-  readable(holder, elements, place => [`token ${place + 1} of ${pieces.length}`, details(episode, pieces[place][0], place)]);
-  return [holder, key];
-}
-
-// Let the pointer and the arrow keys read single tokens.
-function readable(holder, elements, tell) {
-  let current = null;
-  const show = place => {
-    elements[current]?.classList.remove("current");
-    current = place;
-    if (place === null) return Charts.hideTooltip();
-    const element = elements[place];
+// The answer, with the legend of its colors. The pointer and the arrow keys read single tokens.
+function Tokens({ episode }) {
+  const modes = Object.keys(MODES).filter(one => MODES[one].has(episode));
+  const [mode] = useSetting("colour", modes);
+  const [current, setCurrent] = useState(null);
+  const holder = useRef();
+  const pieces = useMemo(
+    () => episode.tokens.map(token => (typeof token === "string" ? [token, 0] : episode.vocabulary[token])),
+    [episode],
+  );
+  const tokens = useMemo(() => {
+    const starts = new Map(episode.turns?.map(turn => [turn.start, turn.role]));
+    return pieces.flatMap(([text, special], place) => {
+      const masked = isMasked(episode, place);
+      const kind = `token${special ? " special" : ""}${masked ? " masked" : ""}`;
+      const tint = masked ? null : paint(...MODES[mode].of(episode, place));
+      const content = VISIBLE[text] !== undefined && !special ? shownAs(text) : text;
+      const token = html`<span class=${kind} style=${tint}>${content}</span>`;
+      return starts.has(place) ? [html`<span class="role">${starts.get(place)}</span>`, token] : token;
+    });
+  }, [episode, mode]);
+  useLayoutEffect(() => {
+    const element = holder.current.querySelectorAll(".token")[current];
+    if (!element) return Charts.hideTooltip();
     element.classList.add("current");
     const box = element.getClientRects()[0] || element.getBoundingClientRect();
-    return Charts.showTooltip(box.left + box.width / 2, box.top, ...tell(place));
+    const title = `token ${current + 1} of ${pieces.length}`;
+    Charts.showTooltip(box.left + box.width / 2, box.top, title, details(episode, pieces[current][0], current));
+    return () => element.classList.remove("current");
+  }, [current]);
+  const point = event => {
+    const place = [...holder.current.querySelectorAll(".token")].indexOf(event.target.closest(".token"));
+    setCurrent(place < 0 ? null : place);
   };
-  holder.onpointerover = event => {
-    const place = elements.indexOf(event.target.closest(".token"));
-    show(place < 0 ? null : place);
-  };
-  holder.onpointerleave = holder.onblur = () => show(null);
-  holder.onkeydown = event => {
+  const leave = () => setCurrent(null);
+  const press = event => {
     const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (event.key === "Escape") show(null);
+    if (event.key === "Escape") leave();
     if (!by) return;
     event.preventDefault();
-    show(clamp(0, current === null ? 0 : current + by, elements.length - 1));
+    setCurrent(clamp(0, current === null ? 0 : current + by, pieces.length - 1));
   };
+  const sample = ([text, ...tint]) => html`<span class="token" style=${paint(...tint)}>${text}</span>`;
+  return html`
+    <div class="tokens" tabindex="0" role="group" aria-label="Answer, token by token; arrow keys move" ref=${holder}
+      onpointerover=${point} onpointerleave=${leave} onblur=${leave} onkeydown=${press}>${tokens}</div>
+    <p class="heat-key">
+      ${"Color: "}
+      ${modes.length > 1 ? html`<${Choice} name="colour" label="Color of tokens" options=${modes} />` : "probability under the policy"}
+      ${(MODES[mode].key?.(episode) || SIGNS).map(sample)}
+    </p>`;
 }
 
-globalThis.Tokens = { view };
+globalThis.Answer = ({ episode }) => html`<${episode.tokens ? Tokens : TextOnly} episode=${episode} />`;

@@ -4,15 +4,12 @@ const GRAVITY = ["broken", "watch", "healthy"];
 const since = finding => (finding.since === null ? "" : `, since step ${Format.integer(finding.since)}`);
 
 const findings = health =>
-  health.findings.map(finding =>
-    h(
-      "li",
-      h("b", Format.capital(finding.name)),
-      h("span.muted", `stage ${health.stage}${since(finding)}`),
-      h("span.why", `${Format.capital(finding.why)}.`),
-      h("span.remedy", `${Format.capital(finding.remedy)}.`),
-    ),
-  );
+  health.findings.map(finding => html`<li>
+    <b>${Format.capital(finding.name)}</b>
+    <span class="muted">stage ${health.stage}${since(finding)}</span>
+    <span class="why">${Format.capital(finding.why)}.</span>
+    <span class="remedy">${Format.capital(finding.remedy)}.</span>
+  </li>`);
 
 function calm(healths) {
   const { steps, stage } = last(healths);
@@ -20,19 +17,18 @@ function calm(healths) {
   return `No alarm in ${done}stage ${stage}${healths.length > 1 ? ", nor in earlier stages" : ""}.`;
 }
 
-// The panel of the verdicts on all stages; hidden if no stage trained.
-function panel() {
+// The verdicts on all stages; hidden if no stage trained.
+function Panel() {
+  useNews("status");
   const healths = Data.health;
   const statuses = healths.map(one => one.status);
   const worst = GRAVITY.find(one => statuses.includes(one));
-  if (!worst) return h("div", { id: "verdict", hidden: true });
+  if (!worst) return html`<div id="verdict" hidden />`;
   const told = healths.filter(one => one.findings.length);
-  return h(
-    `div.verdict.${worst}`,
-    { id: "verdict", role: "status", "aria-label": "Health" },
-    h("strong", Format.capital(worst)),
-    told.length ? h("ul", told.map(findings)) : h("p", calm(healths)),
-  );
+  return html`<div class="verdict ${worst}" id="verdict" role="status" aria-label="Health">
+    <strong>${Format.capital(worst)}</strong>
+    ${told.length ? html`<ul>${told.map(findings)}</ul>` : html`<p>${calm(healths)}</p>`}
+  </div>`;
 }
 
 const PARTS = ["sampling", "scoring", "learning", "other", "evaluation"];
@@ -52,17 +48,20 @@ function bar(one) {
   const rest = left(one);
   const share = 100 * (one.total ? Math.min(1, one.done / one.total) : 0);
   const figures = Object.entries(one.figures || {}).map(([name, value]) => `${spaced(name)} ${Format.number(value, 3)}`);
-  const meaning = { role: "progressbar", "aria-label": one.stage, ariaValueNow: String(Math.round(share)) };
   const done = `${Format.integer(one.done)} of ${Format.integer(one.total)} ${one.unit}`;
-  return h(
-    "div.progress",
-    h("b", one.stage),
-    h("span.track", meaning, h("i", { "--share": `${share}%` })),
-    h("span", done, rest !== null && `, ${Format.seconds(rest)} left`),
-    h("span.muted", figures.join(" · ")),
-  );
+  return html`<div class="progress">
+    <b>${one.stage}</b>
+    <span class="track" role="progressbar" aria-label=${one.stage} aria-valuenow=${Math.round(share)}>
+      <i style=${{ "--share": `${share}%` }} />
+    </span>
+    <span>${done}${rest !== null && `, ${Format.seconds(rest)} left`}</span>
+    <span class="muted">${figures.join(" · ")}</span>
+  </div>`;
 }
 
-const progress = () => h("div", { id: "progress", hidden: !Data.progress?.length }, Data.progress?.map(bar));
+function Progress() {
+  useNews("status");
+  return html`<div id="progress" hidden=${!Data.progress?.length}>${Data.progress?.map(bar)}</div>`;
+}
 
-globalThis.Verdict = { panel, progress };
+globalThis.Verdict = { Panel, Progress };

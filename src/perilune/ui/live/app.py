@@ -26,13 +26,20 @@ from perilune.ui.live.episode_index import IndexCache
 from perilune.ui.live.listing import Listing
 from perilune.ui.live.search import Filters, find_attempts, search
 from perilune.ui.live.watch import Event, Offsets, Watch, file_offsets
-from perilune.ui.report import LIVE_SCRIPTS, render_page, render_report, report_document, to_plain
+from perilune.ui.report import (
+    LIVE_SCRIPTS,
+    PAGE_SCRIPTS,
+    render_page,
+    render_report,
+    report_document,
+    to_plain,
+)
 
 POLL_INTERVAL_S = 0.5
 MAX_STREAMS = 64
 MAX_COMPARED = 32
 DEFAULT_EXPERIMENTS = 50  # listed experiments without ?last=
-LIST_SCRIPTS = ("page.js", "list.js")
+LIST_SCRIPTS = (*PAGE_SCRIPTS, "list.js")
 
 Kind = Literal["experiments", "runs"]
 Last = Annotated[int, Query(ge=1, le=1000)]
