@@ -136,8 +136,8 @@ def speech_voice(document: Document) -> Lead:
         "A small text-to-speech model learns to speak digits from utterances of espeak-ng, and a speech "
         "recognizer transcribes the result.",
         f"After {sum(document['cpu_seconds'].values()):.0f} s of training on the CPU, the word error rate "
-        f"is {span(voice, '.1%')} (95% interval {low:.1%} to {high:.1%}), compared with "
-        f"{span(teacher, '.1%')} for espeak-ng itself.",
+        f"is {span(voice, '.1%')} with {len(voice)} seeds (95% intervals from {low:.1%} to {high:.1%}), "
+        f"compared with {span(teacher, '.1%')} for espeak-ng itself.",
     )
 
 
