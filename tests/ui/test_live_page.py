@@ -61,7 +61,7 @@ FORGET_LENGTH = """() => {
   const rl = Data.training.find((one) => one.stage === "rl");
   delete rl.columns.length;
   rl.charts = rl.charts.filter((one) => one.key !== "length");
-  tell("steps rl");
+  redraw("steps rl");
 }"""
 CURVES = "[...document.querySelectorAll('#curves canvas')].map((one) => one.toDataURL()).join()"
 LAST_STEP = "Data.training.find((one) => one.stage === 'rl').columns.step.at(-1)"

@@ -128,7 +128,7 @@ def test_report_renders_without_errors_or_network_requests(window: Window, repor
     assert window.page.locator("h1").inner_text().startswith("pass@1 rose from")
     assert window.page.locator("th", has_text="Right answer").count() == 1
     sections = [section.get_attribute("id") for section in window.page.query_selector_all("main > section")]
-    assert sections == ["evaluations", "climb", "curves", "time", "episodes", "tasks", "provenance"]
+    assert sections == ["evaluations", "climb", "time", "curves", "episodes", "tasks", "provenance"]
 
 
 @pytest.mark.parametrize(
@@ -223,6 +223,7 @@ def test_smoothing_and_log_scale_redraw(window: Window) -> None:
     assert window.picture("sft-grad") == exact
     window.page.locator('[data-chart="sft-grad"] button[aria-pressed]').click()
     assert window.picture("sft-grad") != exact and window.painted("sft-grad", 4) > 10
+    window.page.wait_for_function("location.search.includes('scale.sft-grad=log')")
     window.page.locator('[data-chart="sft-grad"] button[aria-pressed]').click()
     assert window.picture("sft-grad") == exact
 

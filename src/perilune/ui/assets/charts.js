@@ -17,7 +17,7 @@ const family = getComputedStyle(document.body).fontFamily;
 
 function recolor() {
   inks.clear();
-  tell("colors");
+  redraw("colors");
 }
 const printing = matchMedia("print");
 for (const query of [matchMedia("(prefers-color-scheme: dark)"), printing]) query.addEventListener("change", recolor);
@@ -148,12 +148,13 @@ function useStage() {
    columns: these series as those of uPlot, each with x and y of its own, notes, draw: hooks, pad: of the x axis}.
    Another object `given` draws the chart again. */
 function Plot({ given, make }) {
-  const [isLog, setLog] = useState(false);
+  const [scale, setScale] = useSetting(`scale.${given.key}`);
+  const isLog = scale === "log";
   const [at, setAt] = useState(null); // the place whose values are shown
   const [stage, width, isDue] = useStage();
   const [smoothing] = useSetting("smoothing");
   const [range, zoom] = useZoom(given);
-  const colors = useNews("colors");
+  const colors = useUpdates("colors");
   const holder = useRef();
   const plot = useRef(null);
   const chart = useMemo(() => {
@@ -291,7 +292,7 @@ function Plot({ given, make }) {
   const hasLog = y.log && series.some(one => one.y.some(value => value > 0));
   const tools = html`
     ${group && html`<${Chip} hidden=${!range} onclick=${() => zoom()}>whole range<//>`}
-    ${hasLog && html`<${Chip} aria-pressed=${isLog} title="Logarithmic scale" onclick=${() => setLog(!isLog)}>log<//>`}`;
+    ${hasLog && html`<${Chip} aria-pressed=${isLog} title="Logarithmic scale" onclick=${() => setScale(isLog ? "" : "log")}>log<//>`}`;
   const legend = spec.legend || (series.length > 1 || spec.showLegend ? series : []);
   const rows = spec.quietLegend ? [] : rowsAt(at ?? last(visible));
   const values = new Map(rows.map(({ name, value }) => [name, value.split(" (")[0]]));

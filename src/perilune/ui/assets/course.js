@@ -67,7 +67,7 @@ const isDrawn = ({ charts, columns }) => charts.some(chart => chart.series.some(
 
 // The curves of a stage.
 function Block({ stage }) {
-  useNews(`steps ${stage}`);
+  useUpdates(`steps ${stage}`);
   const axis = useAxis();
   const training = trainingOf(stage);
   const { charts, description, steps_kept: kept, steps_total: total } = training;
@@ -85,7 +85,7 @@ function Block({ stage }) {
 // The main curve of the last rl stage, or else of the last training.
 function MainChart() {
   const training = [...Data.training].reverse().sort((a, b) => (b.task === "rl") - (a.task === "rl"))[0];
-  useNews(`steps ${training.stage}`);
+  useUpdates(`steps ${training.stage}`);
   const axis = useAxis();
   const { columns, stage } = training;
   const sets = Object.keys(columns).filter(key => /^eval\/[^/]+\/pass@1$/.test(key));
@@ -152,7 +152,7 @@ function stepCharts({ stage, task, timings }) {
 }
 
 function Time() {
-  useNews("document");
+  useUpdates("document");
   const steps = Data.training.flatMap(stepCharts);
   const { hardware, times, placements } = Data;
   if (!times.length && !steps.length && !hardware) return null;

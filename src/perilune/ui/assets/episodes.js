@@ -7,13 +7,13 @@ const ofStep = step => ({ label: `step ${step}`, step, name: `step-${String(step
 for (const stage of index.stages) stage.sets.push(...stage.steps.map(ofStep));
 const parsed = new WeakMap(); // set -> a promise of its episodes, each with its group, set and tokens
 // What is shown. found: the episodes that match the filters, `count` with those that the server keeps; shown: how many to
-// list; told: what is said about them; matrix: the episodes of the matrix; current: the open episode; beside: the one next
+// list; status: the line above the list; matrix: the episodes of the matrix; current: the open episode; beside: the one next
 // to it; touched: whether the reader has selected something, otherwise the address stays short.
-const state = { stage: null, set: 0, found: [], count: 0, shown: PAGE, told: "", matrix: [], current: null, beside: null };
+const state = { stage: null, set: 0, found: [], count: 0, shown: PAGE, status: "", matrix: [], current: null, beside: null };
 state.touched = false;
 function change(values) {
   Object.assign(state, values);
-  tell("episodes");
+  redraw("episodes");
 }
 
 const stageOf = name => index.stages.find(one => one.stage === name);
@@ -125,7 +125,7 @@ function again() {
   state.shown = PAGE;
   if (state.stage) refresh(true);
 }
-for (const name of [...FILTERS, "all"]) news.addEventListener(`?${name}`, again);
+for (const name of [...FILTERS, "all"]) updates.addEventListener(`?${name}`, again);
 
 function matches(loaded) {
   const { q, reward, strategy, finish, group, least, most, sort } = filters();
@@ -165,7 +165,7 @@ async function refresh(keepSelection = false, wanted = null) {
     change();
   } catch (error) {
     for (const set of sets) parsed.delete(set);
-    if (mine === turn) change({ told: error.message });
+    if (mine === turn) change({ status: error.message });
   }
 }
 
@@ -175,21 +175,21 @@ function showFound(found, sets, asked) {
   if (asked) state.shown = Math.max(state.shown, PAGE + 1 + found.findIndex(one => isSame(one, asked)));
   const [included, total] = [sum(sets.map(set => set.embedded)), sum(sets.map(set => set.total))];
   const coverage = included < total ? `${Format.integer(included)} of ${Format.integer(total)}` : `all ${Format.integer(total)}`;
-  const told = counted(found.length, `${coverage} are ${live ? "shown" : "in this file"}`);
-  Object.assign(state, { found, count: found.length, told });
+  const status = counted(found.length, `${coverage} are ${live ? "shown" : "in this file"}`);
+  Object.assign(state, { found, count: found.length, status });
 }
 
 // Search all steps of a stage on the server, and show its reports while it searches.
 function searchRun(stage) {
   const query = Object.fromEntries(Object.entries({ ...filters(), rows: state.shown }).filter(([, value]) => value));
-  change({ told: "searching all steps" });
+  change({ status: "searching all steps" });
   listen("search", `episodes/${encodeURIComponent(stage.stage)}`, query, ({ rows, found, searched, of, unreadable }) => {
     if (stage !== state.stage || !isWhole()) return;
     const known = new Map(stage.sets.map(set => [set.step, set]));
     const part = searched < of ? `${Format.integer(searched)} of` : "all";
     const coverage = `searched ${part} ${Format.integer(of)} steps${unreadable ? `, ${unreadable} unreadable` : ""}`;
     const all = rows.map(({ step, ...row }) => ({ ...row, set: known.get(step) || ofStep(step) }));
-    change({ found: all, count: found, told: counted(found, coverage) });
+    change({ found: all, count: found, status: counted(found, coverage) });
   });
 }
 
@@ -233,7 +233,7 @@ function row(episode) {
 }
 
 function List() {
-  const { found, count, shown, told, current } = state;
+  const { found, count, shown, status, current } = state;
   const list = useRef();
   // Scroll the list, and only the list, to the episode that is shown.
   useEffect(() => {
@@ -250,7 +250,7 @@ function List() {
   };
   const move = event => moveFocus(event, "button.episode", { ArrowDown: 1, ArrowUp: -1 })?.click();
   return html`<div class="episode-list">
-    <div class="list-head"><span role="status">${told}</span></div>
+    <div class="list-head"><span role="status">${status}</span></div>
     <ol onkeydown=${move} ref=${list}>
       ${found.slice(0, shown).map(row)}
       ${!found.length && html`<li class="list-more muted">
@@ -534,7 +534,7 @@ function filterBar() {
 }
 
 function Browser() {
-  useNews("episodes");
+  useUpdates("episodes");
   const { stage, set, matrix, current, beside } = state;
   if (!stage) return null;
   const isPaired = beside && beside.episode !== current;

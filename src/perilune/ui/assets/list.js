@@ -61,7 +61,7 @@ function Row({ one, isChosen, choose }) {
 }
 
 function List() {
-  useNews("list");
+  useUpdates("list");
   const [sought] = useSetting("q");
   const [state] = useSetting("state", STATES);
   const [chosen, setChosen] = useState([]); // ids of experiments to compare
@@ -95,5 +95,5 @@ finishPage(Data.home);
 
 new EventSource("/events").addEventListener("list", event => {
   Object.assign(Data, JSON.parse(event.data));
-  tell("list");
+  redraw("list");
 });

@@ -19,30 +19,30 @@ function reload() {
 
 const pending = new Set(); // stages with new lines to draw
 function draw() {
-  for (const stage of pending) tell(`steps ${stage}`);
+  for (const stage of pending) redraw(`steps ${stage}`);
   pending.clear();
   readAgain().catch(() => say("no connection", "off"));
 }
 
 source.addEventListener("steps", event => {
-  const news = JSON.parse(event.data);
-  const training = Data.training.find(one => one.stage === news.stage);
-  const isNew = news.episodes.length && !Episodes.has(news.stage);
+  const added = JSON.parse(event.data);
+  const training = Data.training.find(one => one.stage === added.stage);
+  const isNew = added.episodes.length && !Episodes.has(added.stage);
   if (!training || isNew) return reload(); // the first step or episodes of a stage
   const columns = Object.keys(training.columns).length;
-  append(training.columns, news.metrics);
-  append(training.timings, news.timings);
+  append(training.columns, added.metrics);
+  append(training.timings, added.timings);
   training.steps_total = Math.max(training.steps_total, training.columns.step.length);
   training.steps_kept = training.steps_total;
   if (Object.keys(training.columns).length > columns) next = 0; // load the charts of the new columns
-  Episodes.add(news.stage, news.episodes);
+  Episodes.add(added.stage, added.episodes);
   if (!pending.size) setTimeout(draw, document.hidden ? 2000 : 150);
-  pending.add(news.stage);
+  pending.add(added.stage);
   return undefined;
 });
 source.addEventListener("status", event => {
   Object.assign(Data, JSON.parse(event.data));
-  tell("status");
+  redraw("status");
 });
 source.addEventListener("changed", reload);
 
@@ -62,9 +62,9 @@ async function readAgain() {
       const charts = training.find(fresh => fresh.stage === one.stage)?.charts || one.charts;
       if (JSON.stringify(charts) === JSON.stringify(one.charts)) continue;
       one.charts = charts;
-      tell(`steps ${one.stage}`);
+      redraw(`steps ${one.stage}`);
     }
-    tell("document");
+    redraw("document");
   } finally {
     next = performance.now() + Math.max(MIN_PAUSE, PAUSE_FACTOR * (performance.now() - began));
   }

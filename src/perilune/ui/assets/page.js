@@ -6,16 +6,16 @@ const { render } = preact;
 const { useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState } = preactHooks;
 const html = htm.bind(preact.h);
 
-// News of changes, by name. A component that uses a name is drawn again when it is told.
-const news = new EventTarget();
-const tell = name => news.dispatchEvent(new Event(name));
+// Events by the name of what changed. A component that uses a name is drawn again after redraw(name).
+const updates = new EventTarget();
+const redraw = name => updates.dispatchEvent(new Event(name));
 
 // Listen to some names; returns how often the component was drawn for them.
-function useNews(...names) {
+function useUpdates(...names) {
   const [count, draw] = useReducer(drawn => drawn + 1, 0);
   useLayoutEffect(() => {
-    for (const name of names) news.addEventListener(name, draw);
-    return () => names.forEach(name => news.removeEventListener(name, draw));
+    for (const name of names) updates.addEventListener(name, draw);
+    return () => names.forEach(name => updates.removeEventListener(name, draw));
   }, names);
   return count;
 }
@@ -89,7 +89,7 @@ const CLOCK = { time: true, format: Format.seconds, tick: value => (value ? Form
 AXES.clock = CLOCK;
 
 // Keeps the reader's settings in the query of the URL, so that a copied URL and the back button show the same view.
-// A change of a setting is told as "?" and its name.
+// A changed setting redraws the components that use "?" and its name.
 const Address = (() => {
   const PAUSE = 150; // milliseconds between two writes: browsers refuse more than 200 in 30 seconds
   let query = new URLSearchParams(location.search);
@@ -102,7 +102,7 @@ const Address = (() => {
     if (value) query.set(name, value);
     else query.delete(name);
     plan();
-    tell(`?${name}`);
+    redraw(`?${name}`);
   }
 
   function setFragment(text) {
@@ -131,7 +131,7 @@ const Address = (() => {
     const before = query;
     [query, fragment, timer] = [new URLSearchParams(location.search), null, null];
     const names = new Set([...before.keys(), ...query.keys()]);
-    for (const name of names) if (query.get(name) !== before.get(name)) tell(`?${name}`);
+    for (const name of names) if (query.get(name) !== before.get(name)) redraw(`?${name}`);
   });
   return { get, set, setFragment };
 })();
@@ -148,7 +148,7 @@ function setting(name, options) {
 
 // The value of a setting, and a function that changes it.
 function useSetting(name, options) {
-  useNews(`?${name}`);
+  useUpdates(`?${name}`);
   return [setting(name, options), value => Address.set(name, options && value === valueOf(options[0]) ? "" : value)];
 }
 

@@ -2,7 +2,7 @@
 const state = row => html`<span class="state ${row.state}">${row.state}</span>`;
 
 function Hero() {
-  useNews("document");
+  useUpdates("document");
   const { experiment, headline } = Data;
   const chart = Data.climb_chart ? Charts.figure(Data.climb_chart) : html`<${Course.MainChart} />`;
   return html`<div class="hero" id="top">
@@ -16,7 +16,7 @@ function Hero() {
 }
 
 function Facts() {
-  useNews("document");
+  useUpdates("document");
   const fact = ([name, value, more]) => html`<div><dt>${name}</dt><dd>${value}${more && small(more)}</dd></div>`;
   return html`<dl class="facts">${Data.facts.map(fact)}</dl>`;
 }
@@ -74,7 +74,7 @@ function Provenance() {
 }
 
 const head = html`<${Verdict.Panel} /><${Verdict.Progress} /><${Hero} /><${Facts} />${Data.notices.map(notice)}`;
-const results = html`<${Outcome.Evaluations} /><${Outcome.Climb} /><${Outcome.Forgetting} /><${Course.Curves} /><${Course.Time} />`;
+const results = html`<${Outcome.Evaluations} /><${Outcome.Climb} /><${Outcome.Forgetting} /><${Course.Time} /><${Course.Curves} />`;
 
 // The browser paints the head before the rest is drawn. A hidden page is not painted, so it does not wait.
 drawPage(head);

@@ -19,15 +19,15 @@ function calm(healths) {
 
 // The verdicts on all stages; hidden if no stage trained.
 function Panel() {
-  useNews("status");
+  useUpdates("status");
   const healths = Data.health;
   const statuses = healths.map(one => one.status);
   const worst = GRAVITY.find(one => statuses.includes(one));
   if (!worst) return html`<div id="verdict" hidden />`;
-  const told = healths.filter(one => one.findings.length);
+  const troubled = healths.filter(one => one.findings.length);
   return html`<div class="verdict ${worst}" id="verdict" role="status" aria-label="Health">
     <strong>${Format.capital(worst)}</strong>
-    ${told.length ? html`<ul>${told.map(findings)}</ul>` : html`<p>${calm(healths)}</p>`}
+    ${troubled.length ? html`<ul>${troubled.map(findings)}</ul>` : html`<p>${calm(healths)}</p>`}
   </div>`;
 }
 
@@ -60,7 +60,7 @@ function bar(one) {
 }
 
 function Progress() {
-  useNews("status");
+  useUpdates("status");
   return html`<div id="progress" hidden=${!Data.progress?.length}>${Data.progress?.map(bar)}</div>`;
 }
 
