@@ -26,7 +26,7 @@ from perilune.traces.causes import choose_cassettes, cluster_cassettes, is_held_
 from perilune.traces.suite import Case, Suite, tokenizer_digest, write_suite
 from recipe_runs import HERE, document, write
 from traces_material import scripted
-from traces_planted import PLANTED, Planted
+from traces_planted import PLANTED, Planted, misplaced_bugs
 
 SOURCE = HERE.parent / "src"
 RECIPES = HERE.parent / "recipes"
@@ -114,8 +114,6 @@ def planted(folder: Path, bug: Planted) -> Path:
     shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     path = copy / "perilune" / bug.file
     text = path.read_text(encoding="utf-8")
-    if text.count(bug.old) != 1:
-        raise SystemExit(f"{bug.name}: {text.count(bug.old)} places in {bug.file}")
     path.write_text(text.replace(bug.old, bug.new), encoding="utf-8")
     return copy
 
@@ -217,6 +215,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results" / "traces.json")
     arguments = parser.parse_args()
     began = time.monotonic()
+    if unfit := misplaced_bugs(SOURCE):
+        raise SystemExit("\n".join(unfit))
     with tempfile.TemporaryDirectory(prefix="perilune-traces-") as scratch:
         folder = Path(scratch)
         home = arguments.home or folder / "home"

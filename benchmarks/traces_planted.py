@@ -1,6 +1,7 @@
 """Plausible bugs of a harness, as changes of the source that a review could miss."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -35,15 +36,15 @@ PLANTED = (
     Planted(
         "reward swallows an exception: a failure becomes a 0",
         "environments/core/rewards.py",
-        'return Failure(VERIFIER, f"reward function {name!r} raised {type(error).__name__}: {error}")',
+        'return Failure(VERIFIER_TERM, f"reward function {name!r} raised {type(error).__name__}: {error}")',
         "return 0.0",
     ),
     Planted(
         "template change: messages lose the white space at their end",
         "models/text/tokenizer.py",
-        "hidden = [self._spelled_tokens.hide(one) for one in inputs]",
-        'hidden = [self._spelled_tokens.hide({**one, "messages": [{**m, "content": m["content"].rstrip()} '
-        'for m in one["messages"]]}) for one in inputs]',
+        "hidden = [self._spelled_tokens.hide(item) for item in inputs]",
+        'hidden = [self._spelled_tokens.hide({**item, "messages": [{**m, "content": m["content"].rstrip()} '
+        'for m in item["messages"]]}) for item in inputs]',
     ),
     Planted(
         "stop text dropped",
@@ -53,7 +54,7 @@ PLANTED = (
     ),
     Planted(
         "tool output truncated",
-        "environments/builtin/tools.py",
+        "environments/builtin/tool_calls.py",
         'return output or "(no output)"',
         'return output[:300] or "(no output)"',
     ),
@@ -96,8 +97,8 @@ PLANTED = (
     Planted(
         "last turn not played",
         "environments/core/multi_turn.py",
-        "if self._left or seen.done:",
-        "if self._left > 1 or seen.done:",
+        "if self._turns_left or observation.done:",
+        "if self._turns_left > 1 or observation.done:",
     ),
     Planted(
         "tool output shown as a user's message",
@@ -112,3 +113,9 @@ PLANTED = (
         "self.terms[name] = value",
     ),
 )
+
+
+def misplaced_bugs(source: Path) -> list[str]:
+    """Return a line for each bug whose place in the source is gone or not the only one."""
+    found = [(bug, (source / "perilune" / bug.file).read_text(encoding="utf-8")) for bug in PLANTED]
+    return [f"{bug.name}: {n} places in {bug.file}" for bug, text in found if (n := text.count(bug.old)) != 1]
