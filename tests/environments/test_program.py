@@ -172,6 +172,27 @@ def test_parallel_calls_give_same_turns_in_any_order() -> None:
     ]
 
 
+def test_call_of_the_player_receives_the_replies_before_it() -> None:
+    def call(*contents: str) -> Call:
+        roles = ["user", "assistant"] * len(contents)
+        messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+        return Call(read_request(request(messages=messages)))
+
+    conversations = Conversations(branches=True)
+
+    def answer(asked: Call) -> AgentTurn:
+        ((conversation, _, turn),) = conversations.match_calls([asked])
+        conversation.extend(ChatAnswer(asked.request, 0, "b"))
+        return turn
+
+    assert not answer(call("a")).results
+    early = call("a", "b", "next")  # made before the reply to the sub-agent
+    answer(call("c"))
+    assert not answer(early).results
+    assert answer(call("a", "b", "next", "b", "more")).results == ("0",)
+    assert not answer(call("a", "b", "next", "b", "more", "b", "end")).results
+
+
 def test_stop_texts_of_program_must_be_in_recipe(tasks: Path) -> None:
     (session,) = play(section(tasks, "stop"))
     assert isinstance(session.result, Failure) and "add it to environment.stop" in session.result.reason

@@ -111,6 +111,27 @@ def test_ask_all_runs_sub_agents_in_parallel_and_returns_answers_in_order(enviro
     assert replayed.reward == end.rewards[0] and replayed.metrics == end.metrics
 
 
+def test_turns_name_the_asks_whose_answers_they_receive(environment: Any) -> None:
+    codes = ["x=ask_all(['y','z']);y=ask('w')", "print(1)", "ask('v');answer['ready']=True"]
+    session = environment.reset(first_task(environment), 0)
+    received = []
+    while not session.observation.done:
+        turn = session.observation.due[0]
+        received += [] if turn.agent else [turn.results]
+        session.step("A" if turn.agent else codes.pop(0))
+    assert received == [(), ("0", "1", "2"), ()]  # the code turns the last one into the final answer
+
+
+def test_agent_that_explores_receives_the_answers_to_its_own_asks(deep: Any) -> None:
+    session = deep.reset(first_task(deep), 0)
+    session.step(fenced("print(ask('q', 'a\\nb'))"))
+    session.step(fenced("print(ask('r'))"))
+    session.step("A")
+    assert [(turn.agent, turn.results) for turn in session.observation.due] == [("0", ("0.0",))]
+    session.step("B")
+    session.close()
+
+
 def test_answer_of_code_is_scored_and_asks_cost_reward() -> None:
     environment = make_environment({**COMPACT, "ask_price": 0.01})
     task = first_task(environment)

@@ -203,12 +203,14 @@ class Team(MultiTurn):
         ]
 
     def part(self, name: str, turns: int, nested: int) -> AgentProgram[list[str]]:
-        texts = []
+        texts, results = [], ()
         for number in range(turns):
-            text = f"do {number} "
-            texts += yield [AgentTurn(name, ({"role": "user", "content": text},), "part", 6)]
+            prompt = ({"role": "user", "content": f"do {number} "},)
+            texts += yield [AgentTurn(name, prompt, "part", 6, results=results)]
+            results = ()
             if nested and not number:
                 texts += yield from self.part(f"{name}.0", nested, 0)
+                results = (f"{name}.0",)
         return texts
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
@@ -218,8 +220,9 @@ class Team(MultiTurn):
             parts = [self.part(str(begun + index), *turns) for index, turns in enumerate(stage)]
             for answers in (yield from sample(gather(parts))):
                 texts += answers
+            names = [str(begun + index) for index in range(len(stage))]
             begun += len(stage)
-            texts.append((yield ask(f"[{len(texts)}]")))
+            texts.append((yield ask(f"[{len(texts)}]", results=names)))
         yield end_episode(sum(any(map(str.isdigit, text)) for text in texts) / len(texts))
 
 

@@ -1,5 +1,6 @@
 """Sub-agents: batched sampling, spans, and optional training."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -14,9 +15,12 @@ from test_several_turns import ENDS, PARAMS, TOKENIZER, Recording, engine_of
 from perilune.data.episode import Episode
 from perilune.data.episodes_file import read_episodes, write_episodes
 from perilune.data.spans import critical_steps, total_steps
+from perilune.engine.request import Completion
 from perilune.environments import Task, Transcript, make_environment
 from perilune.errors import RequestError
+from perilune.models.text.tokenizer import Tokenizer
 from perilune.rollout.groups import Groups, flatten
+from perilune.rollout.rollout import DueTurn
 from perilune.rollout.sub_agents import SubAgents
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker, session_seed
@@ -24,6 +28,7 @@ from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.rl.stage import plugin
 from perilune.traces.record import Origin, record_episodes
 from perilune.traces.replay import Replayer
+from perilune.traces.tape import NoEngine
 from perilune.verifiers import Scorer
 
 TEAM = {"id": "factory", "factory": "task_environments:Team"}
@@ -52,6 +57,37 @@ def longest_path(stages: list[list[tuple[int, int]]]) -> int:
     return 1 + sum(1 + max(turns + nested for turns, nested in stage) for stage in stages)
 
 
+def play_lookup(script: Mapping[str, Sequence[str]]) -> Episode:
+    """An episode of wide_lookup in which each agent takes the turns of the script, by id. K is a key."""
+    section = {"id": "wide_lookup", "keys": [2], "sub_agents": 4}
+    environment = make_environment(section)
+    task = next(environment.tasks("train", 0))
+    (key, *_), tokenizer = task.data["values"], Tokenizer.byte_level()
+
+    class Scripted(RolloutWorker):
+        def sample_turns(self, turns: Sequence[DueTurn], *_: Any) -> list[Completion]:
+            texts = [script[turn.agent][len(turn.trajectory.turns)].replace("K", key) for turn in turns]
+            tokens = [np.array(tokenizer.encode_completion(text), np.int32) for text in texts]
+            return [
+                Completion(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop")
+                for ids in tokens
+            ]
+
+    with Scorer(section) as scorer:
+        worker = Scripted(NoEngine(None), tokenizer, scorer, environment, 7)
+        ((episode,),) = worker.play([task], samples=1, params=PARAMS, step=1, watch=Stopwatch())
+    return episode
+
+
+def test_result_is_joined_in_the_turn_that_receives_it() -> None:
+    readers = {str(number): ["?K", "."] for number in range(2)}
+    late = play_lookup({"": ["+K", "?K", "?K", "*", "+K\n*", "."], **readers})
+    assert [span.rounds for span in late.spans] == [(0, 1, 2, 3, 4, 7), (1, 2), (5, 6)]
+    assert [span.joined for span in late.spans] == [-1, 4, 7]
+    never = play_lookup({"": ["+K", "?K", "?K", "?K", "."], **readers})
+    assert [span.joined for span in never.spans] == [-1, -1] and never.spans[1].end < never.spans[0].end
+
+
 def is_complete(one: Episode) -> bool:
     return not one.truncated
 
@@ -69,8 +105,8 @@ def test_critical_steps_match_the_published_formula() -> None:
         for span in episode.spans[1:]:
             parent = by_id[span.parent]
             assert parent.begin < span.begin < span.end
-            assert span.end <= span.joined or (span.joined == -1 and "." in span.parent)
-            assert span.joined in (*parent.rounds, -1)
+            turns = [number for number in parent.rounds if number >= span.end]
+            assert span.joined == next(iter(turns), -1)  # a parent waits for the sub-agents of a stage
 
 
 def test_all_due_turns_are_sampled_in_one_call() -> None:

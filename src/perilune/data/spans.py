@@ -19,7 +19,8 @@ class Span:
             a number: "0.2", "0.2.0".
         name: "agent", or the purpose that the environment gave a sub-agent, such as "ask".
         rounds: the rounds in which its turns were sampled, ascending.
-        joined: round of the parent's first turn after this agent's last turn; -1 if there was none.
+        joined: round of the last turn of its parent that received this agent's result; -1 if none did: the
+            parent never asked for it, or code turned it into the final answer. The environment states it.
         prompt_tokens: number of tokens in its context that no policy sampled.
         tokens: number of sampled tokens.
         policy_version: version of the weights that sampled its last token; -1 if there is none.

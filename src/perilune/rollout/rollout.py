@@ -44,6 +44,7 @@ class Trajectory:
         is_refused: whether its next turn is impossible: its messages cannot be encoded, the model has no room
             for them, or `episodes.max_turns` is reached. The actions of a sub-agent are then empty.
         is_full: whether a limit prevented its next turn: the model's positions, or `episodes.max_turns`.
+        joined: round of the last turn that received its result; -1 if none did.
         opening: the messages of the prompt.
         messages: all messages so far, as text.
         token_ids: tokens after the prompt, both sampled and observed.
@@ -53,6 +54,7 @@ class Trajectory:
     rounds: list[int] = field(default_factory=list)
     is_refused: bool = False
     is_full: bool = False
+    joined: int = -1
     opening: tuple[Message, ...] = ()
     messages: list[Message] = field(default_factory=list)
     prompt_ids: list[int] = field(default_factory=list)
@@ -123,26 +125,22 @@ class Trajectory:
             known = end
         return routes
 
-    def span(self, span_id: str, parent: Trajectory | None) -> Span:
+    def span(self, span_id: str) -> Span:
         """Return the span of this agent. A player's span has no messages, because its episode has them.
 
         Args:
             span_id: "0" for player 0, "0.2" for its sub-agent "2".
-            parent: the agent that started this sub-agent; ignored for a player.
         """
-        is_sub_agent = "." in span_id
-        last = self.rounds[-1] if self.rounds else -1
-        joins = (number for number in parent.rounds if number > last) if is_sub_agent and parent else ()
         sampled = int(self.mask().sum())
         return Span(
             span_id=span_id,
             name=self.name,
             rounds=tuple(self.rounds),
-            joined=next(iter(joins), -1),
+            joined=self.joined,
             prompt_tokens=len(self.prompt_ids) + len(self.token_ids) - sampled,
             tokens=sampled,
             policy_version=int(self.turns[-1].completion.policy_version[-1]) if self.has_sampled else -1,
-            messages=tuple(self.messages) if is_sub_agent else (),
+            messages=tuple(self.messages) if "." in span_id else (),
         )
 
     @property
@@ -167,6 +165,7 @@ class DueTurn:
         max_tokens: most tokens to sample; None for the limit of the sampling parameters.
         number: index of the action among all actions of the episode.
         is_own: whether the player itself takes the turn, in its first or a later context.
+        received: the sub-agents whose results the turn receives.
     """
 
     rollout: Rollout
@@ -176,6 +175,7 @@ class DueTurn:
     max_tokens: int | None
     number: int
     is_own: bool
+    received: tuple[Trajectory, ...] = ()
 
     @property
     def is_first(self) -> bool:
@@ -270,6 +270,8 @@ class Rollout:
             if result := sampled.get(turn):
                 turn.trajectory.add_completion(result.context, result.completion, result.text)
                 turn.trajectory.rounds.append(self.rounds)
+                for sub_agent in turn.received:
+                    sub_agent.joined = self.rounds
                 if turn.is_own:
                     self.player_turns += 1
                     self.finish_reason = result.completion.finish_reason
@@ -303,7 +305,14 @@ class Rollout:
         self.is_over = result.done
         self.due = [
             DueTurn(
-                self, turn.agent, self._trajectory(turn), turn.messages, turn.max_tokens, number, turn.is_own
+                self,
+                turn.agent,
+                self._trajectory(turn),
+                turn.messages,
+                turn.max_tokens,
+                number,
+                turn.is_own,
+                self._received(turn),
             )
             for number, turn in enumerate(result.due, len(self.actions))
         ]
@@ -313,6 +322,11 @@ class Rollout:
         if not turn.agent:
             return self.trajectories[player]
         return self.agents.setdefault((player, turn.agent), Trajectory(turn.name))
+
+    def _received(self, turn: AgentTurn) -> tuple[Trajectory, ...]:
+        """Return the sub-agents whose results a turn receives; one that was never due is left out."""
+        found = (self.agents.get((self.observation.player, agent)) for agent in turn.results)
+        return tuple(trajectory for trajectory in found if trajectory is not None)
 
     def sub_agents(self, player: int) -> dict[str, Trajectory]:
         """Return the trajectories of a player's sub-agents by id, in the order in which they began."""
@@ -325,8 +339,7 @@ class Rollout:
             return ()
         by_id = {"": self.trajectories[player], **sub_agents}
         return tuple(
-            node.span(f"{player}.{agent}" if agent else f"{player}", by_id.get(agent.rpartition(".")[0]))
-            for agent, node in by_id.items()
+            node.span(f"{player}.{agent}" if agent else f"{player}") for agent, node in by_id.items()
         )
 
     def outcome(self, player: int) -> Outcome:

@@ -230,7 +230,7 @@ def read_observation(document: Mapping[str, Any], players: int) -> Observation |
         truncated=bool(document["truncated"]),
         legal=None if legal is None else tuple(map(str, legal)),
         info=dict(document["info"]),
-        turns=tuple(_agent_turn(*turn) for turn in document["turns"]),
+        turns=tuple(_agent_turn(turn) for turn in document["turns"]),
     )
     reason = next((reason for reason, applies in _REASONS.items() if applies(observation, players)), None)
     return observation if reason is None else Failure("environment", reason)
@@ -240,13 +240,15 @@ def _message(message: Mapping[str, Any]) -> Message:
     return {"role": str(message["role"]), "content": str(message["content"])}
 
 
-def _agent_turn(agent: Any, messages: Any, name: Any, max_tokens: Any, continues: Any) -> AgentTurn:
+def _agent_turn(fields: Sequence[Any]) -> AgentTurn:
+    agent, messages, name, max_tokens, continues, results = fields
     return AgentTurn(
         str(agent),
         tuple(map(_message, messages)),
         str(name),
         None if max_tokens is None else max(1, int(max_tokens)),
         bool(continues),
+        tuple(map(str, results)),
     )
 
 
@@ -256,6 +258,13 @@ def _are_agents_valid(turns: Sequence[AgentTurn]) -> bool:
         len({*agents}) == len(agents)
         and "" not in agents[1:]
         and all(AGENT_ID.fullmatch(agent) for agent in agents if agent)
+    )
+
+
+def _receives_from_others(turn: AgentTurn) -> bool:
+    """Return whether `results` names an agent that is no sub-agent of the turn's agent."""
+    return any(
+        not AGENT_ID.fullmatch(agent) or agent.rpartition(".")[0] != turn.agent for agent in turn.results
     )
 
 
@@ -271,5 +280,8 @@ _REASONS: Mapping[str, Callable[[Observation, int], bool]] = {
     ),
     "sub-agents need distinct ids such as 2 or 2.0, and the player's own turn is the first": lambda view, _: (
         not _are_agents_valid(view.turns)
+    ),
+    "a turn receives results only of sub-agents that its own agent started": lambda view, _: any(
+        map(_receives_from_others, view.turns)
     ),
 }

@@ -209,7 +209,8 @@ def _encode_observation(observation: Any) -> dict[str, Any]:
         raise TypeError(f"a step returned {type(observation).__name__}, not an Observation")
     fields = {name: getattr(observation, name) for name in Observation.__slots__}
     turns = [
-        (turn.agent, turn.messages, turn.name, turn.max_tokens, turn.continues) for turn in observation.turns
+        (turn.agent, turn.messages, turn.name, turn.max_tokens, turn.continues, turn.results)
+        for turn in observation.turns
     ]
     return {"observation": fields | {"turns": turns}}
 

@@ -8,9 +8,10 @@ A program yields the turns that it needs next, receives their actions in the sam
 
     class Count(MultiTurn):
         def play(self, task, rng):
-            parts = [count(str(number), lines) for number, lines in enumerate(task.data["parts"])]
+            names = [str(number) for number in range(len(task.data["parts"]))]
+            parts = [count(name, lines) for name, lines in zip(names, task.data["parts"])]
             total = sum((yield from sample(gather(parts))))
-            answer = yield ask(f"the parts have {total}")
+            answer = yield ask(f"the parts have {total}", results=names)
 """
 
 from collections.abc import Generator, Sequence
@@ -131,6 +132,6 @@ def sample(program: AgentProgram[T], player: int = 0) -> Generator[Observation, 
 def observe_turns(turns: Sequence[AgentTurn], player: int = 0) -> Observation:
     """Return the observation of these turns, of which the player's own is the first."""
     first = turns[0]
-    if len(turns) > 1 or first.agent or first.max_tokens is not None:
+    if len(turns) > 1 or first.agent or first.max_tokens is not None or first.results:
         return Observation(player=player, turns=turns)
     return Observation(first.messages, player)

@@ -14,13 +14,14 @@ class Guess(MultiTurn):
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from perilune.environments.core.episode_totals import EpisodeTotals
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import (
+    AgentTurn,
     Environment,
     EpisodeFailedError,
     Failure,
@@ -127,9 +128,24 @@ class ScriptedSession:
         )
 
 
-def ask(content: str | None = None, *, player: int = 0, role: str = "user", **fields: Any) -> Observation:
-    """Ask `player` for the next action, after the message `content`. `fields` are others of Observation."""
+def ask(
+    content: str | None = None,
+    *,
+    player: int = 0,
+    role: str = "user",
+    results: Sequence[str] = (),
+    **fields: Any,
+) -> Observation:
+    """Ask `player` for the next action, after the message `content`.
+
+    Args:
+        results: ids of the sub-agents whose results the turn receives.
+        fields: others of Observation.
+    """
     messages: tuple[Message, ...] = () if content is None else ({"role": role, "content": content},)
+    if results:
+        turn = AgentTurn("", messages, results=tuple(results))
+        return Observation(player=player, turns=(turn,), **fields)
     return Observation(messages, player, **fields)
 
 

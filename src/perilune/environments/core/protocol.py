@@ -69,6 +69,8 @@ class AgentTurn:
         name: purpose of the sub-agent in spans, such as "ask".
         max_tokens: most tokens of the turn; None for as many as a turn of the player may have.
         continues: whether the player itself continues in this context. Limits then apply as in its first one.
+        results: ids of the sub-agents of this agent whose results the turn receives, in its messages or in
+            what code made of them. Spans record it; it changes nothing else.
     """
 
     agent: str
@@ -76,6 +78,7 @@ class AgentTurn:
     name: str = "agent"
     max_tokens: int | None = None
     continues: bool = False
+    results: tuple[str, ...] = ()
 
     @property
     def is_own(self) -> bool:
@@ -99,7 +102,8 @@ class Observation:
         truncated: whether a limit ended it, not a rule of the environment.
         legal: all legal actions; None if they cannot be listed.
         info: JSON-serializable values for logs.
-        turns: turns that may be sampled at the same time, if sub-agents are due; `messages` is then empty.
+        turns: turns that may be sampled at the same time, if sub-agents are due or the turn has more than
+            messages; `messages` is then empty.
             The next actions are theirs, in this order; the player's own is the first. A limit on tokens never
             ends the episode in a turn of a true sub-agent: the action is what was sampled, and is empty if
             there was no room for any.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pydantic import Field, model_validator
 
@@ -74,16 +74,24 @@ class Agent:
     Attributes:
         agent_id: "" for the player.
         depth: how deep the agents that it asks may be nested.
+        children: number of the agents that it asked so far.
+        answered: ids of those whose answers its next turn receives.
     """
 
     agent_id: str
     context: str
     depth: int
     children: int = 0
+    answered: list[str] = field(default_factory=list)
 
     def next_child_id(self) -> str:
         self.children += 1
         return f"{self.agent_id}.{self.children - 1}".lstrip(".")
+
+    def take_answered(self) -> tuple[str, ...]:
+        """Return `answered` and empty it."""
+        answered, self.answered = tuple(self.answered), []
+        return answered
 
 
 class Exploration:
@@ -118,7 +126,8 @@ class Exploration:
         interpreter = Interpreter(self._code, {"C": agent.context}, functions, self._settings.calls_per_block)
         style = self._settings.prompt
         for _ in range(self._settings.turns):
-            (text,) = yield [AgentTurn(agent.agent_id, tuple(messages), "explore")]
+            results = agent.take_answered()
+            (text,) = yield [AgentTurn(agent.agent_id, tuple(messages), "explore", results=results)]
             action = actions.parse_action(text, self._settings.tool, style)
             if isinstance(action, Answer):
                 return action.text
@@ -169,9 +178,14 @@ class Exploration:
                 " episode"
             )
         self._increment("asks", len(questions))
+        children = [agent.next_child_id() for _ in questions]
         answers = yield from gather(
-            [self._answer(agent.next_child_id(), agent.depth - 1, question) for question in questions]
+            [
+                self._answer(child, agent.depth - 1, question)
+                for child, question in zip(children, questions, strict=True)
+            ]
         )
+        agent.answered += children
         self._increment("unanswered", sum(not answer for answer in answers))
         return answers
 

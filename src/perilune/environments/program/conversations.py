@@ -6,6 +6,7 @@ else, the call begins a conversation of its own. The first conversation is the p
 its sub-agents.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,10 +22,13 @@ class Conversation:
     Attributes:
         agent: "" for the first, and then "0", "1" and so on.
         messages: those so far, with the policy's last reply.
+        replied_at: when the program got the last reply (time.monotonic); None without a reply that the
+            player has not received yet.
     """
 
     agent: str
     messages: tuple[ChatMessage, ...] = ()
+    replied_at: float | None = None
 
     def is_continued_by(self, messages: Sequence[ChatMessage]) -> bool:
         """Return whether `messages` adds messages to it, none of which speaks for the policy."""
@@ -37,6 +41,7 @@ class Conversation:
         )
 
     def extend(self, answer: ChatAnswer) -> None:
+        self.replied_at = time.monotonic()
         self.messages = (*answer.request.messages, answer.message)
 
 
@@ -67,8 +72,21 @@ class Conversations:
             longest = max(continued, key=lambda chat: len(chat.messages), default=None)
             conversation = longest or self._start_conversation()
             new = tuple(message.to_text() for message in messages[len(conversation.messages) :])
-            matched.append((conversation, call, AgentTurn(conversation.agent, new, "conversation")))
+            results = () if conversation.agent else self._take_replied(call)
+            turn = AgentTurn(conversation.agent, new, "conversation", results=results)
+            matched.append((conversation, call, turn))
         return sorted(matched, key=lambda match: match[0].agent != "")
+
+    def _take_replied(self, call: Call) -> tuple[str, ...]:
+        """Return the sub-agents whose replies the program got before it made this call of the player."""
+        replied = [
+            chat
+            for chat in self._all
+            if chat.agent and chat.replied_at is not None and chat.replied_at <= call.made_at
+        ]
+        for chat in replied:
+            chat.replied_at = None
+        return tuple(chat.agent for chat in replied)
 
     def _start_conversation(self) -> Conversation:
         if self._all and not self._branches:

@@ -6,6 +6,7 @@ programs that call it are not trusted.
 
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,10 +32,12 @@ class Call:
 
     Attributes:
         reply: takes the answer; None refuses the call, since the session is over.
+        made_at: when the program made the call (time.monotonic).
     """
 
     request: ChatRequest
     reply: SimpleQueue[ChatAnswer | None] = field(default_factory=SimpleQueue)
+    made_at: float = field(default_factory=time.monotonic)
 
 
 class Gateway:

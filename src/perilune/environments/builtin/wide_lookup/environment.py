@@ -103,9 +103,11 @@ def _orchestrate(shards: Mapping[str, str], spec: WideLookupSpec) -> AgentProgra
     agents = Programs[SubAgentResult]()
     started = joined = 0
     messages: tuple[Message, ...] = ()
+    received: tuple[str, ...] = ()
     try:
         for _ in range(spec.turns):
-            action, *others = yield [AgentTurn("", messages), *agents.turns]
+            action, *others = yield [AgentTurn("", messages, results=received), *agents.turns]
+            received = ()
             result.critical_steps += 1
             agents.take(others)
             if spec.notes == "last":
@@ -126,6 +128,7 @@ def _orchestrate(shards: Mapping[str, str], spec: WideLookupSpec) -> AgentProgra
                     notes = agents.results[number].notes
                     lines += [f"{key}{value}" for key, value in notes.items()] or [BAD]
                     reader.notes |= notes
+                received = tuple(map(str, range(joined, started)))
                 joined = started
             if reader.has_ended:
                 break
