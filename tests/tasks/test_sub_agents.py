@@ -28,7 +28,7 @@ from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.rl.stage import plugin
 from perilune.traces.record import Origin, record_episodes
 from perilune.traces.replay import Replayer
-from perilune.traces.tape import NoEngine
+from perilune.traces.tape import SUB_AGENTS_REFUSED, NoEngine
 from perilune.verifiers import Scorer
 
 TEAM = {"id": "factory", "factory": "task_environments:Team"}
@@ -312,7 +312,7 @@ def test_record_refuses_episodes_with_sub_agents() -> None:
     own = [episode for group in groups for episode in group if not episode.is_sub_agent]
     with_agents = sum(bool(episode.spans) for episode in own)
     assert len(cassettes) == len(own) - with_agents
-    assert refused.total() == with_agents > 0
+    assert refused == {SUB_AGENTS_REFUSED: with_agents} and with_agents > 0
 
 
 @pytest.mark.parametrize("trained", [False, True])

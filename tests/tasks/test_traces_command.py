@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from task_cases import make_bundle, make_job, run_in
+from task_cases import make_bundle, make_job, run_in, run_task
 
 from perilune.bundle.digest import contents_digest, source_files
 from perilune.cli.main import main
@@ -16,6 +16,7 @@ from perilune.files import sha256_file
 from perilune.models.checkpoints.loading import new_model, save_checkpoint
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.traces.suite import Suite, write_suite
+from perilune.traces.tape import SUB_AGENTS_REFUSED
 
 Run = Callable[..., tuple[int, Any]]
 
@@ -24,10 +25,14 @@ Run = Callable[..., tuple[int, Any]]
 def attempt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An evaluation of an untrained model on the calculator environment."""
     root = tmp_path_factory.mktemp("traces")
-    tokenizer = Tokenizer.characters("0123456789+*=;?\n")
+    return evaluated(root, {"id": "calculator"}, Tokenizer.characters("0123456789+*=;?\n"), max_tokens=12)
+
+
+def evaluated(root: Path, environment: dict[str, Any], tokenizer: Tokenizer, **options: Any) -> Path:
+    """An evaluation of an untrained model."""
     save_checkpoint(root / "weights", new_model("tiny", tokenizer, 3), tokenizer)
     inputs = {"checkpoint": root / "weights"}
-    job = make_job("evaluate", environment={"id": "calculator"}, inputs=inputs, max_tokens=12)
+    job = make_job("evaluate", environment=environment, inputs=inputs, **options)
     files = [(name, sha256_file(path)) for name, path in source_files(root / "weights")]
     named = job.inputs[0].model_copy(update={"digest": contents_digest(files)})
     return run_in(make_bundle(root / "attempt", job.model_copy(update={"inputs": (named,)}), inputs))
@@ -62,6 +67,30 @@ def test_record_and_run_replay_episodes_of_a_stage(attempt: Path, tmp_path: Path
     assert perilune("run", suite, "--mode", "exact")[0] == 2
     assert "the folder holds a suite" in perilune("record", attempt, "--out", suite)[1]
     assert "no episode fulfils" in perilune("record", attempt, "--out", suite, "--where", "reward > 5")[1]
+
+
+def test_reason_is_named_when_no_episode_can_be_recorded(tmp_path: Path, perilune: Run) -> None:
+    environment = {"id": "factory", "factory": "task_environments:Team"}
+    tokenizer = Tokenizer.characters(" 0123456789[]=begindo")
+    attempt = evaluated(tmp_path, environment, tokenizer, tasks=8, samples=8, max_tokens=80)
+    suite = tmp_path / "suite"
+    for command in ("suite", "record"):
+        code, message = perilune(command, attempt, "--where", "metrics.sub_agents > 0", "--out", suite)
+        assert code == 2 and SUB_AGENTS_REFUSED in message and not suite.exists()
+
+
+def test_episodes_with_auxiliary_rewards_keep_the_reward_of_the_environment(
+    tmp_path: Path, perilune: Run
+) -> None:
+    weights = {"weights": {"digits": 2.0}, "until": 1.0}
+    options = {"steps": 2, "prompts": 2, "samples": 4, "max_tokens": 80}
+    environment = {"id": "factory", "factory": "task_environments:Talk"}
+    attempt = run_task(tmp_path, "rl", environment=environment, auxiliary_rewards=weights, **options)
+    code, recorded = perilune("record", attempt, "--out", tmp_path / "suite")
+    assert code == 0 and not recorded["refused"] and recorded["cases"], recorded
+    tracks = [tape.tracks[0].verdict for tape in Suite(tmp_path / "suite").cassettes.values()]
+    assert all(verdict.reward == pytest.approx(verdict.terms.get("digits", 0.0)) for verdict in tracks)
+    assert any(verdict.reward for verdict in tracks)
 
 
 def test_suite_fork_and_shrink(attempt: Path, tmp_path: Path, perilune: Run) -> None:

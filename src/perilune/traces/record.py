@@ -1,7 +1,8 @@
 """Records episodes of a run as cassettes.
 
 A cassette is kept only if it now plays exactly as it was recorded. This excludes episodes that depend on an
-opponent, a reward model, or clocks and networks inside a tool, which no tape holds.
+opponent, a reward model, or clocks and networks inside a tool, which no tape holds. Episodes with turns of
+sub-agents, or of later contexts of the player, are refused, because a cassette holds one context per player.
 """
 
 import re
@@ -19,6 +20,7 @@ from perilune.errors import PeriluneError
 from perilune.traces.cassette import Cassette, Sampling, Source, TaskRecord, extract_track
 from perilune.traces.oracle import make_expectation
 from perilune.traces.replay import Replay, Replayer
+from perilune.traces.tape import SUB_AGENTS_REFUSED
 
 _NUMBERS = re.compile(r"\d+ ?")  # numbers in differences, which would make every reason unique
 MAX_TASKS = 200_000  # tasks of a split that are searched for those of the episodes
@@ -63,6 +65,9 @@ def record_episodes(
     refused: Counter[str] = Counter()
     drafts = []
     for members in group_rollouts(episodes):
+        if any(episode.spans for episode in members):
+            refused[SUB_AGENTS_REFUSED] += 1
+            continue
         task = tasks.get(members[0].task_id)
         if task is None:
             refused["the environment no longer has its task"] += 1
@@ -76,7 +81,9 @@ def record_episodes(
     for draft, replay in zip(drafts, replayer.harness(drafts), strict=True):
         cassette = _complete_cassette(draft, replay)
         diffs = replay.differences(tuple(map(make_expectation, cassette.tracks)))
-        if diffs:
+        if replay.error:
+            refused[f"its replay stops: {_NUMBERS.sub('', replay.error)}"] += 1
+        elif diffs:
             refused[f"it does not replay, {diffs[0].kind}: {_NUMBERS.sub('', diffs[0].where)}"] += 1
         else:
             kept.append(cassette)

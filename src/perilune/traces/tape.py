@@ -11,6 +11,8 @@ from perilune.rollout.rollout import DueTurn, Rollout
 from perilune.rollout.worker import Progress, RolloutWorker
 from perilune.traces.cassette import Cassette
 
+SUB_AGENTS_REFUSED = "a cassette cannot hold turns of sub-agents, or of a player's later contexts, yet"
+
 
 @dataclass(frozen=True)
 class NoEngine:
@@ -71,7 +73,7 @@ class TapedWorker(RolloutWorker):
 
     def _replay_turn(self, due: DueTurn) -> Completion:
         if due.agent:
-            raise WorkFailedError("turns of sub-agents are not on a tape yet")
+            raise WorkFailedError(SUB_AGENTS_REFUSED)
         track = self.tapes[due.rollout].track(due.rollout.observation.player)
         number = len(due.trajectory.turns)
         turn = track.turns[number] if track is not None and number < len(track.turns) else None

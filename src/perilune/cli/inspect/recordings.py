@@ -13,6 +13,7 @@ from perilune.errors import RequestError
 from perilune.files import read_json
 from perilune.models.checkpoints.folder import CheckpointFolder
 from perilune.models.text.tokenizer import Tokenizer
+from perilune.tasks.rl.auxiliary_rewards import AuxiliaryRewards
 from perilune.traces.cassette import Cassette
 from perilune.traces.record import Origin, group_rollouts, record_episodes
 from perilune.traces.replay import Replayer
@@ -53,11 +54,13 @@ def record_targets(targets: Sequence[str], where: str, most: int) -> RecordedEpi
                 greedy = {"temperature": 0.0} if path == attempt.greedy_file else {}
                 file_origin = replace(origin, sampling=origin.sampling | greedy)
                 for start in range(0, len(chosen), EPISODES_PER_CHUNK):
-                    episodes = [item for rows in chosen[start : start + EPISODES_PER_CHUNK] for item in rows]
+                    members = [item for rows in chosen[start : start + EPISODES_PER_CHUNK] for item in rows]
+                    episodes = _restore_rewards(members, attempt, path)
                     cassettes, refused = record_episodes(episodes, path.name, file_origin, replayer)
                     recorded.cassettes |= {cassette.digest: cassette for cassette in cassettes}
                     recorded.refused += refused
-    _require_some(count, where, targets)
+    if not recorded.refused:
+        _require_some(count, where, targets)
     return recorded
 
 
@@ -127,6 +130,17 @@ def _origin(stage: StageView, attempt: Attempt, recorded: RecordedEpisodes) -> O
         checkpoint=next((item.digest for item in job.inputs if item.name in ("checkpoint", "model")), None),
         system=system if isinstance(system := job.spec.get("system"), str) else "",
     )
+
+
+def _restore_rewards(episodes: list[Episode], attempt: Attempt, path: Path) -> list[Episode]:
+    """Return episodes with the rewards of their environment, without those that rl added."""
+    assert attempt.root is not None
+    job = Job.model_validate(read_json(attempt.root / "job.json"))
+    if not (section := job.spec.get("auxiliary_rewards")) or path == attempt.greedy_file:
+        return episodes
+    auxiliary = AuxiliaryRewards.model_validate(section)
+    step = int(path.stem.removeprefix("step-"))
+    return [auxiliary.remove(episode, step, job.spec["steps"]) for episode in episodes]
 
 
 def _model_folder(job: Job, attempt: Attempt) -> Path | None:

@@ -69,6 +69,7 @@ def record_command(
     from perilune.traces.suite import Case, write_suite
 
     recorded = record_targets(targets, where, most)
+    _require_cassettes(recorded, targets)
     pairs = [(Case(digest=key, cause=describe_cause(item)), item) for key, item in recorded.cassettes.items()]
     suite = write_suite(out, pairs, recorded.tokenizers, where)
     _print_written(suite, recorded, as_json=as_json)
@@ -91,6 +92,7 @@ def suite_command(
     from perilune.traces.suite import Case, write_suite
 
     recorded = record_targets(targets, where, most)
+    _require_cassettes(recorded, targets)
     chosen = choose_cassettes(cluster_cassettes(list(recorded.cassettes.values())), each)
     pairs = [
         (Case(digest=cassette.digest, cause=name, held_out=is_held_out(cassette.digest, hold_out)), cassette)
@@ -294,6 +296,21 @@ def _differing(suite: Suite, baseline: Path, names: set[str]) -> dict[str, Failu
         )
         for result in failed
     }
+
+
+def _require_cassettes(recorded: RecordedEpisodes, targets: list[str]) -> None:
+    """Refuse to write a suite without cases.
+
+    Raises:
+        RequestError: naming why no episode could be recorded.
+    """
+    if not recorded.cassettes:
+        reasons = "; ".join(f"{reason} ({count})" for reason, count in recorded.refused.most_common())
+        raise RequestError(
+            f"no episode can be recorded: {reasons}",
+            where=", ".join(targets),
+            remedy="record another stage, or other episodes with --where",
+        )
 
 
 def _print_written(suite: Suite, recorded: RecordedEpisodes, *, as_json: bool) -> None:
