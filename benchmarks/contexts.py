@@ -14,6 +14,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import yaml
+
 from perilune.data.episode import Episode
 from perilune.data.episodes_file import read_episodes
 from recipe_runs import (
@@ -29,7 +31,11 @@ from recipe_runs import (
 )
 
 RECIPE = HERE / "contexts.yaml"
-LIMIT = 160  # tokens of a context, its prompt included
+LIMIT = next(  # tokens of an episode after its prompt, in the arm that cuts episodes off
+    stage["environment"]["episodes"]["max_tokens"]
+    for stage in yaml.safe_load(RECIPE.read_text())["stages"]
+    if stage["name"] == "cut_off"
+)
 ABOVE = 90  # characters after the prompt before a rule applies
 FIGURES = ("contexts", "largest context", "total tokens")
 WHOLE, CUT = "whole conversation", "cut off at the limit"
@@ -46,15 +52,21 @@ ARMS: Mapping[str, Sequence[str]] = {
     "fold": (rule("fold"),),
     "policy": (rule("policy"), "traces.strategies={folded: 1.0}"),
 }
+TITLE = "Rules for the context of long episodes"
 ABOUT = f"""\
 The model is trained from scratch in the environment `wide_lookup` with `notes: last`: it reads six shards,
 one per turn, and must write all six values in its last turn. The demonstrations write down each value in the
-turn after its shard. The whole conversation has about 220 tokens. Except in the arm `whole conversation`, a
-context may have at most {LIMIT} tokens. The arms differ in what happens when the context is full:
+turn after its shard. The whole conversation has about 220 tokens. The arms differ in what a context keeps:
 
-* `cut off at the limit`: the episode ends. The model is that of `whole conversation`.
-* `drop_output`, `fold`, `policy`: the [rule](../how-to/long-episodes.md) of this name applies. In the
-  demonstrations for `policy`, the model also replaces its old turns by its notes after every third shard.
+* `whole conversation`: everything.
+* `cut off at the limit`: everything, but the episode ends before a turn that could exceed {LIMIT} tokens
+  after the prompt. The model is that of `whole conversation`.
+* `drop_output`, `fold`: the [rule](../how-to/long-episodes.md) of this name applies as soon as the
+  conversation has more than {ABOVE} characters after the prompt. It leaves the last turn unchanged.
+* `policy`: in its demonstrations, the model replaces its old turns by its notes after every third shard, with
+  the rule of this name. Nothing forces it to.
+
+So the contexts have similar lengths, not equal ones: see *largest context*.
 
 The columns:
 
@@ -118,7 +130,7 @@ def report(seeds: Sequence[int], runs: Sequence[Mapping[str, Mapping[str, Any]]]
     pairs += [(arm, WHOLE) for arm in ("drop_output", "policy")]
     sentences, rows = compare_arms(runs, {arm: arm for arm in runs[0]}, pairs)
     return {
-        "title": "Rules for the context of long episodes, at an equal budget",
+        "title": TITLE,
         "about": ABOUT,
         "findings": sentences,
         "accuracy and tokens": [

@@ -22,13 +22,11 @@ def agent_program(document: Document) -> Lead:
 def contexts(document: Document) -> Lead:
     rates = {row["context"]: median(row["pass@1 by seed"]) for row in document["accuracy and tokens"]}
     return (
-        "A tiny model reads a long episode whose context is full before the end, under several rules for "
-        "what the context keeps.",
+        "A tiny model plays long episodes under several rules for what its context keeps.",
         f"Median pass@1 is {rates['policy']:.1%} with `policy` (the model decides when to replace old turns "
         f"by its notes), {rates['drop_output']:.1%} with `drop_output` (old tool outputs are dropped), "
         f"{rates['fold']:.1%} with `fold` (old turns are dropped), and "
-        f"{rates['whole conversation']:.1%} with the whole conversation in a "
-        "longer context.",
+        f"{rates['whole conversation']:.1%} with the whole conversation.",
     )
 
 
