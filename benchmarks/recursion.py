@@ -26,6 +26,7 @@ RECIPE = HERE.parent / "recipes" / "recursive.yaml"
 LONG, TASKS = 2000, 64
 CURVE = {128: 64, 512: 64, 8000: 16, 32_000: 4, 200_000: 2}  # lines: tasks
 SANDBOX = {"seconds": 60, "memory_mb": 2048, "processes": 1, "scratch_mb": 64}
+DOES_NOT_FIT = "shorten the prompt, or request fewer tokens"  # the remedy of that error
 Record = dict[str, Any]
 
 
@@ -70,7 +71,11 @@ def measure(arm: str, seed: int, folder: Path, home: Path | None) -> Record:
 
 
 def evaluate(checkpoint: str, section: Mapping[str, Any], lines: int, tasks: int, home: Path) -> Record:
-    """Figures of a checkpoint on contexts of `lines` lines. Empty if the prompt does not fit."""
+    """Figures of a checkpoint on contexts of `lines` lines; `fits` is False if the prompt does not fit.
+
+    Raises:
+        SystemExit: when the command fails for another reason.
+    """
     settings = dict(section)
     if "tasks" in section:
         settings |= {"tasks": {**section["tasks"], "lengths": [lines]}, "asks": 10_000_000}
@@ -84,8 +89,10 @@ def evaluate(checkpoint: str, section: Mapping[str, Any], lines: int, tasks: int
         command += ["--set", f"{key}={json.dumps(value)}"]
     environment = {**os.environ, "PERILUNE_HOME": str(home), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+    if done.returncode and DOES_NOT_FIT in done.stderr:
+        return {"tasks": tasks, "fits": False}
     if done.returncode:
-        return {"tasks": tasks, "refused": done.stderr.strip().splitlines()[-1][:200]}
+        raise SystemExit(f"{' '.join(command)}\nfailed:\n{done.stderr}")
     (bundle,) = json.loads(done.stdout)["bundles"].values()
     summary = json.loads((Path(bundle) / "artifacts" / "summary.json").read_text())
     return figures({"summary": summary}) | {"seconds": round(summary["seconds"], 1)}
