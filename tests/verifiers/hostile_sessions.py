@@ -76,6 +76,8 @@ class Echo(MultiTurn):
                 return ask("x", player=5)
             case "overpaid":
                 return ask("x", rewards=(1.0, 2.0, 3.0))
+            case "results":
+                return ask("x", results=("0.1",))
             case "long":
                 return ask("x" * 2_000_000)
             case "bare":

@@ -74,6 +74,7 @@ def test_time_limit_may_exceed_longest_kernel_timeout():
         ("role", "environment", "other than system, user, assistant and tool"),
         ("nobody", "environment", "the player to move does not exist"),
         ("overpaid", "environment", "there is not one reward per player"),
+        ("results", "environment", "only of sub-agents that its own agent started"),
         ("long", "environment", "more than 65536 bytes"),
         ("bare", "environment", "malformed"),
         ("write", "environment", "PermissionError"),
