@@ -31,8 +31,10 @@ LONG = {ROOT / "CONTRIBUTING.md"} | {
         "how-to/read-the-report", "how-to/real-model", "how-to/regression-suites",
         "how-to/resume-and-reproduce", "how-to/reward-audit", "how-to/reward-functions",
         "how-to/routing-replay", "how-to/serve", "how-to/several-turns", "how-to/simulate", "how-to/sweep",
-        "how-to/task-plugin", "how-to/track", "how-to/wiki", "reference/episode", "tutorial/loop-by-hand",
-        "tutorial/own-recipe", "tutorial/quickstart",
+        "how-to/task-plugin", "how-to/track", "how-to/wiki", "recipes/arithmetic", "recipes/calculator",
+        "recipes/families", "recipes/flywheel", "recipes/instructions", "recipes/lora", "recipes/preference",
+        "recipes/system-prompt", "reference/episode", "tutorial/loop-by-hand", "tutorial/own-recipe",
+        "tutorial/quickstart",
     )
 }  # fmt: skip
 # Recipes of these pages read files that the page's commands write.
