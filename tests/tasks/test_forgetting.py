@@ -111,6 +111,19 @@ def test_forgetting_leaves_out_the_trained_environment() -> None:
     assert sections == [{"id": "reasoning_gym", "task": "lcm", "prompting": {"few_shot": 3}}]
 
 
+def test_default_environments_are_those_that_the_recipe_does_not_train_on() -> None:
+    requests = {"id": "instructions", "constraints": 1, "prompting": {"few_shot": 3}}
+    others = [
+        {"id": "reasoning_gym", "task": task, "prompting": {"few_shot": 3}}
+        for task in ("letter_counting", "number_sorting")
+    ]
+    settings = ForgettingSettings()
+    assert settings.sections({}) == [requests, *others]
+    assert settings.sections({"id": "instructions", "words": 40}) == others
+    mixture = {"id": "mixture", "parts": {"a": others[0], "b": {"id": "calculator"}}}
+    assert settings.sections(mixture) == [requests, others[1]]
+
+
 def test_interval_of_the_kl_is_over_tasks() -> None:
     """Answers to one task resemble each other, so they do not count as independent."""
     gaps = {str(task): 0.1 * task**2 for task in range(6)}
