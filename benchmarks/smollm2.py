@@ -48,6 +48,10 @@ def figures(stage: Mapping[str, Any]) -> dict[str, Any]:
     if "forgetting" in summary:
         text = summary["forgetting"]["text"]["perplexity"]
         row["perplexity of English"] = [text["before"], text["after"]]
+        row["other environments"] = {
+            entry["environment"]: [entry["pass@1"][side]["mean"] for side in ("before", "after")]
+            for entry in summary["forgetting"]["environments"]
+        }
         row["KL to the start, nats per answer"] = summary["forgetting"]["kl"]["per_answer"]["mean"]
         if "memory" in summary:
             row["peak GiB"] = round(summary["memory"]["peak_bytes"] / 2**30, 1)

@@ -107,6 +107,7 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
             for stage, figures in run["stages"].items()
             if "perplexity of English" in figures
         ],
+        **_other_environments(runs),
         "versions": runs[-1]["versions"],
         "processor": ", ".join(sorted({run["processor"] for run in runs})),
     }
@@ -136,6 +137,17 @@ def _evaluations(run: Run) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield stage, figures
         for part, rate in figures.get("parts", {}).items():
             yield f"{stage}/{part}", {"pass@1": rate}
+
+
+def _other_environments(runs: Sequence[Run]) -> dict[str, Any]:
+    """A table of pass@1 in environments that a stage did not train on, if any run has it."""
+    rows = [
+        _labels(run, stage) | {"environment": name, "pass@1 before": rates[0], "pass@1 after": rates[1]}
+        for run in runs
+        for stage, figures in run["stages"].items()
+        for name, rates in figures.get("other environments", {}).items()
+    ]
+    return {"other environments": rows} if rows else {}
 
 
 def _labels(run: Run, stage: str) -> dict[str, Any]:

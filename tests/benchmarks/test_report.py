@@ -12,9 +12,11 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import report  # noqa: E402
+import smollm2_view  # noqa: E402
 from leads import LEADS, QUESTIONS  # noqa: E402
 from leads.text import count, listed, span  # noqa: E402
 from selfplay_view import lead as lead_of_self_play  # noqa: E402
+from smollm2 import figures  # noqa: E402
 
 DATA: dict[str, Any] = {"title": "Pass rates", "about": "Two arms.", "command": "python it.py"}
 
@@ -123,3 +125,20 @@ def test_words_of_leads() -> None:
     assert (count(0, "run"), count(1, "run"), count(2_000, "run")) == ("no runs", "one run", "2,000 runs")
     assert (listed(["a"]), listed(["a", "b", "c"])) == ("a", "a, b and c")
     assert (span([2.0, 1.0], ".1f"), span([0.501, 0.503], ".0%")) == ("1.0 to 2.0", "50%")
+
+
+def test_page_of_the_smollm2_recipes_shows_other_environments_where_they_are_stored() -> None:
+    document = json.loads((ROOT / "benchmarks" / "results" / "smollm2.json").read_text())
+    first, *others = document["runs"]
+    text = {"perplexity": {"before": 88.0, "after": 95.0}}
+    rate = {side: {"mean": mean} for side, mean in (("before", 0.25), ("after", 0.125), ("change", -0.125))}
+    forgetting = {
+        "text": text,
+        "environments": [{"environment": "instructions", "pass@1": rate}],
+        "kl": {"per_answer": {"mean": 2.0}},
+    }
+    stages = {"rl": figures({"summary": {"seconds": 7.0, "forgetting": forgetting}})}
+    assert stages["rl"]["other environments"] == {"instructions": [0.25, 0.125]}
+    changed = first | {"stages": first["stages"] | stages}
+    table = report.rows_table(smollm2_view.view({"runs": [changed, *others]})["other environments"])
+    assert "| arithmetic | 0 | rl | instructions | 25.0% | 12.5% |" in table
