@@ -118,6 +118,7 @@ def test_plan_explains_the_learning_rate(task: str, folder: Path) -> None:
 
 def test_plan_explains_other_defaults_and_set_values(folder: Path) -> None:
     fields = {**OPTIONS["rl"], "kl": None, "max_tokens": None, "token_budget": None, "prompts": 4}
+    fields["forgetting"] = None
     model = {"path": str(folder)}
     kind = load_plugin("rl").spec
     spec = complete_spec(kind, "rl", kind.model_construct(**fields).model_dump(), model, "cpu")
@@ -126,6 +127,11 @@ def test_plan_explains_other_defaults_and_set_values(folder: Path) -> None:
     assert plan["max_tokens"].startswith("256; room for written-out work")
     assert plan["token_budget"].endswith("GiB")
     assert plan["prompts"] == "4; set in the recipe"
+    assert plan["forgetting"].endswith(
+        "; a pretrained model can lose other abilities while it learns one task"
+    )
+    chosen = make_job("rl", model=model, **spec | {"forgetting": {"tasks": 8}})
+    assert load_plugin("rl").plan(chosen)["forgetting"].endswith("; set in the recipe")
     assert "kl" not in load_plugin("rl").plan(make_job("rl"))  # nothing to explain for a new model
 
 

@@ -208,6 +208,11 @@ def _default_max_tokens(context: _Context) -> Default:
     return Default(tokens, "room for written-out work; half of the positions at most")
 
 
+def _default_forgetting(context: _Context) -> Default:
+    settings = ForgettingSettings().model_dump(mode="json")
+    return Default(settings, "a pretrained model can lose other abilities while it learns one task")
+
+
 _FOR_PRETRAINED: dict[str, Callable[[_Context], Default]] = {
     "lr": _default_lr,
     "warmup": _default_warmup,
@@ -216,7 +221,7 @@ _FOR_PRETRAINED: dict[str, Callable[[_Context], Default]] = {
     "prompts": _default_examples,
     "token_budget": _default_token_budget,
     "max_tokens": _default_max_tokens,
-    "forgetting": lambda context: Default(ForgettingSettings().model_dump(mode="json"), ""),
+    "forgetting": _default_forgetting,
 }
 
 

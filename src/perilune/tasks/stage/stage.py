@@ -133,7 +133,10 @@ def describe_defaults(spec: BaseModel, job: Job) -> dict[str, str]:
         if name not in ("lr", "forgetting")
     }
     if isinstance(spec, ForgettingSpec) and spec.forgetting:
-        lines["forgetting"] = spec.forgetting.describe(job.environment)
+        default = defaults["forgetting"]
+        chosen = spec.forgetting.model_dump(mode="json")
+        reason = default.reason if chosen == default.value else "set in the recipe"
+        lines["forgetting"] = f"{spec.forgetting.describe(job.environment)}; {reason}"
     return lines
 
 
