@@ -31,6 +31,7 @@ class Suite:
         name: the suite's file in benchmarks/comparison.
         start: where all arms of a seed start.
         about: a sentence or two about the arms.
+        edges: sentences about best learning rates at the edge of the grid.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Suite:
     updates: str
     rates: str
     about: str = ""
+    edges: str = ""
 
 
 TINY = Suite(
@@ -58,6 +60,11 @@ SMOLLM2 = Suite(
     "the instruct model",
     "two",
     "three",
+    edges="""
+
+For five of the eight arms, the best rate lies at the edge of the grid: for `cispo` at the lowest rate (1e-5),
+and for `dapo`, `dgpo`, `maxrl` and `rloo` at the highest (4e-5). Rates outside of the grid might suit these
+arms better.""",
 )
 
 
@@ -100,7 +107,7 @@ An *arm* is one algorithm with its default options, except for the keys in
 the same tasks in the same order. They train on the same number of episodes, with {suite.updates} optimizer
 updates per batch of rollouts. (`dapo` also samples replacements for dead groups. It trains for fewer steps,
 so that its number of episodes comes close to that of the others.) The learning rate of each arm is the best
-of {suite.rates} on a further seed, which the comparison leaves out.
+of {suite.rates} on a further seed, which the comparison leaves out.{suite.edges}
 
 * *At equal episodes*: pass@1 on held-out tasks after training, from eight answers per task.
 * *At equal seconds*: the pass rate of each arm at the time when the fastest arm of the seed finishes. This

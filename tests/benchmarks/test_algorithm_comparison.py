@@ -1,6 +1,7 @@
 """The comparison of algorithms: its statistics, its text, its charts, and the recipes of its arms."""
 
 import json
+import re
 import sys
 from itertools import accumulate
 from pathlib import Path
@@ -16,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from benchmarks.algorithms import FOLDER, SUITES, Setting, read_suite, with_best_rate  # noqa: E402
-from benchmarks.comparison.view import WINDOW, rate_at, view  # noqa: E402
+from benchmarks.comparison.view import SMOLLM2, WINDOW, rate_at, view  # noqa: E402
 
 from perilune.recipe.load import load_recipe  # noqa: E402
 
@@ -169,3 +170,14 @@ def test_every_arm_is_a_valid_recipe(
     recipe = load_recipe(FOLDER / SETTINGS[setting]["recipe"], overrides)
     names = [stage.name for stage in recipe.stages]
     assert names in (["traces", "sft", "after_sft", "rl", "after_rl"], ["before", "rl", "after_rl"])
+
+
+def test_page_names_the_arms_whose_best_rate_is_at_the_edge_of_the_grid() -> None:
+    document = json.loads((FOLDER.parent / "results" / f"{SMOLLM2.name}.json").read_text())
+    (rates,) = document["learning_rates"].values()
+    best = {arm: max(tried, key=tried.__getitem__) for arm, tried in rates.items()}
+    edges = {end(float(rate) for rate in rates["grpo"]) for end in (min, max)}
+    assert {arm for arm, rate in best.items() if float(rate) in edges} == set(
+        re.findall("`([a-z]+)`", SMOLLM2.edges)
+    )
+    assert len(rates) == 8
