@@ -142,7 +142,15 @@ def stored(tensor: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
         data = draw.integers(0, 256, (*tensor.shape[:-1], tensor.shape[-1] // size * block), dtype=np.uint8)
         blocks = data.reshape(-1, block)
         # Offsets of the half-precision scales, which random bytes could make infinite.
-        places = {"Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,)}[kind.name]
+        places = {
+            "Q6_K": (208,),
+            "Q4_K": (0, 2),
+            "Q5_K": (0, 2),
+            "Q2_K": (80, 82),
+            "Q3_K": (108,),
+            "IQ4_NL": (0,),
+            "IQ4_XS": (0,),
+        }[kind.name]
         for start in places:
             scales = draw.uniform(0.001, 0.01, len(blocks)).astype("<f2")
             blocks[:, start : start + 2] = scales.view(np.uint8).reshape(-1, 2)

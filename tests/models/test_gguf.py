@@ -24,7 +24,7 @@ from perilune.models.text.tokenizer import Tokenizer
 
 KINDS = (
     *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
-    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
 )
 SAME = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),

@@ -111,6 +111,7 @@ def test_invalid_counts_types_and_offsets_are_rejected(good: Path, tmp_path: Pat
         "announces",
     )
     assert_rejected(replace_bytes(good, bad, b"GGUF\x03", b"GGUF\x09"), out, "version 9")
+    assert_rejected(replace_bytes(good, bad, b"GGUF\x03", b"GGUF\0"), out, "version 0")
     assert_rejected(replace_bytes(good, bad, b"GGUF\x03\0\0\0", b"GGUF\0\0\0\x03"), out, "big-endian")
     assert_rejected(replace_bytes(good, bad, b"GGUF", b"PK\x03\x04"), out, "does not start with GGUF")
     merges = b"tokenizer.ggml.merges" + struct.pack("<IIQ", 9, 8, len(MERGES))

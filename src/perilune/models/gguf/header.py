@@ -139,7 +139,7 @@ class _Cursor:
         self.at = 4
         version = self.scalar("I")
         if version not in _VERSIONS:
-            big_endian = version & 0xFFFF == 0
+            big_endian = version and version & 0xFFFF == 0  # such as 3 << 24
             kind = "big-endian" if big_endian else f"version {version}"
             raise self.malformed(f"it is {kind}; versions 2 and 3, little-endian, are read")
         tensors = self.count(_MAX_TENSORS, "tensors")
