@@ -7,7 +7,8 @@
 its steps include everything that a run does: checks, metrics, episodes. TRL gets the prompts of those
 episodes as text, in the same order, and has its own virtual environment. Both sample 8 answers of at most 32
 tokens to each of 16 questions (chain_sum of reasoning-gym). The reward prefers short answers, so every group
-has a gradient. The arms take turns, each in a fresh process. Medians leave out the first step of each
+has a gradient. With `--alive 2`, only the first 2 groups of a step do: all answers to the other questions
+have the reward 0. The arms take turns, each in a fresh process. Medians leave out the first step of each
 process.
 
 The floor of learning counts only the matrix products, and each prompt once: 6 FLOP per weight of the layers
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,12 @@ from grpo_step_vs_trl import Stopwatch, trl_python
 PROMPTS, SAMPLES, MAX_TOKENS, LR = 16, 8, 32, 1e-9  # such a small rate does not change the lengths
 HERE = Path(__file__).resolve().parent
 PRECISIONS = ("float32", "bfloat16")
-REWARD = """def shorter(completions, **columns):
-    return [max(0.0, 1 - len(one[0]["content"]) / 200) for one in completions]
+REWARD = """ALIVE = {alive!r}  # the questions whose answers have different rewards; None: all
+
+def shorter(prompts, completions, **columns):
+    questions = [prompt[-1]["content"] for prompt in prompts]
+    scores = [max(0.0, 1 - len(one[0]["content"]) / 200) for one in completions]
+    return [score * (ALIVE is None or asked in ALIVE) for asked, score in zip(questions, scores)]
 """
 RECIPE = """\
 name: real_model
@@ -63,10 +69,12 @@ stages:
 # ---------------------------------------------------------------- ours
 
 
-def run_perilune(model: Path, precision: str, steps: int, threads: int, home: Path) -> dict[str, Any]:
+def run_perilune(
+    model: Path, precision: str, steps: int, threads: int, home: Path, alive: int = PROMPTS
+) -> dict[str, Any]:
     """Run the recipe, and read its records."""
     home.mkdir(parents=True)
-    (home / "shorter.py").write_text(REWARD)
+    (home / "shorter.py").write_text(REWARD.format(alive=alive_questions(steps, alive)))
     recipe = home / "recipe.yaml"
     recipe.write_text(
         RECIPE.format(
@@ -93,6 +101,19 @@ def run_perilune(model: Path, precision: str, steps: int, threads: int, home: Pa
         "planned_bytes": memory["planned_bytes"],
         "prompts": [ids for path in episodes for ids in prompts_of(path)],
     }
+
+
+def alive_questions(steps: int, alive: int) -> list[str] | None:
+    """The first `alive` questions of each step, in the order of training; None for all."""
+    if alive == PROMPTS:
+        return None
+    import yaml
+
+    from perilune.environments.core.registry import make_environment
+
+    recipe = yaml.safe_load(RECIPE.split("rewards:", maxsplit=1)[0].format(model="model"))
+    tasks = islice(make_environment(recipe["environment"]).tasks("train", recipe["seed"]), steps * PROMPTS)
+    return [task.prompt[-1]["content"] for number, task in enumerate(tasks) if number % PROMPTS < alive]
 
 
 def step_row(timing: dict[str, Any], metric: dict[str, Any], episodes: Path) -> dict[str, Any]:
@@ -123,7 +144,7 @@ def prompts_of(episodes: Path) -> list[list[int]]:
 # ---------------------------------------------------------------- theirs
 
 
-def run_trl(model: Path, steps: int, micro_batch: int, prompts: Path) -> dict[str, Any]:
+def run_trl(model: Path, steps: int, micro_batch: int, prompts: Path, alive: int = PROMPTS) -> dict[str, Any]:
     """Train with GRPOTrainer. Runs in TRL's environment, which has no Perilune."""
     import accelerate
     import datasets
@@ -139,11 +160,13 @@ def run_trl(model: Path, steps: int, micro_batch: int, prompts: Path) -> dict[st
     ids = json.loads(prompts.read_text())
     texts = [tokenizer.decode(tokens) for tokens in ids]
     assert all(tokenizer(text)["input_ids"] == tokens for text, tokens in zip(texts, ids, strict=True))
+    rewarded = {text for number, text in enumerate(texts) if number % PROMPTS < alive}
     watch, rows, sampled = Stopwatch(), [], {"tokens": 0}
 
     def shorter(prompts, completions, completion_ids, **_):
         sampled["tokens"] = sum(map(len, completion_ids))
-        return [max(0.0, 1 - len(text) / 200) for text in completions]
+        scores = [max(0.0, 1 - len(text) / 200) for text in completions]
+        return [score * (asked in rewarded) for asked, score in zip(prompts, scores, strict=True)]
 
     class Timed(GRPOTrainer):
         def __init__(self, *args, **kwargs) -> None:
@@ -262,13 +285,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for number in range(options.rounds):
             for precision in options.precisions:
                 home = Path(scratch) / f"{precision}-{number}"
-                done = run_perilune(options.model, precision, options.steps, options.threads, home)
+                done = run_perilune(
+                    options.model, precision, options.steps, options.threads, home, options.alive
+                )
                 runs.setdefault(precision, []).append(done)
             if interpreter is not None:
                 prompts = Path(scratch) / "prompts.json"
                 prompts.write_text(json.dumps(runs[options.precisions[0]][-1]["prompts"]))
                 arguments = ["--worker", "trl", "--model", str(options.model), "--prompts", str(prompts)]
                 arguments += ["--steps", str(options.steps), "--micro-batch", str(options.micro_batch)]
+                arguments += ["--alive", str(options.alive)]
                 runs.setdefault("trl", []).append(worker(interpreter, arguments, options.threads))
             for name, done in runs.items():
                 print(number, name, summarize(done[-1:]), file=sys.stderr, flush=True)
@@ -305,7 +331,7 @@ def report(
         "product. Learning computes each prompt once per group. *Without sharing* is the floor with each "
         "prompt counted once per answer.",
         "command": f"python benchmarks/real_model.py --model {options.model.name} --rounds {options.rounds}"
-        f" --steps {options.steps}",
+        f" --steps {options.steps}" + (f" --alive {options.alive}" if options.alive < PROMPTS else ""),
         "median step": arms,
         "time of TRL / time of Perilune": ratios,
         "gflops_of_a_large_product": {name: round(rate) for name, rate in rates.items()},
@@ -322,6 +348,10 @@ def main() -> None:
     parser.add_argument("--trl-python", help="interpreter that has TRL (default: an environment is made)")
     parser.add_argument("--no-trl", action="store_true", help="measure Perilune alone")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument(
+        "--alive", type=int, default=PROMPTS, choices=range(PROMPTS + 1), metavar="GROUPS",
+        help=f"groups of a step with a gradient, of {PROMPTS}; set --out to keep the committed result",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -336,7 +366,11 @@ def main() -> None:
     if options.model is None:
         parser.error("--model is required")
     if options.worker == "trl":
-        print(json.dumps(run_trl(options.model, options.steps, options.micro_batch, options.prompts)))
+        print(
+            json.dumps(
+                run_trl(options.model, options.steps, options.micro_batch, options.prompts, options.alive)
+            )
+        )
         return
     from perilune.cli.arguments import find_checkpoint  # TRL's interpreter lacks perilune
 
