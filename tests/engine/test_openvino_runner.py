@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from perilune.engine.engine import Engine
-from perilune.engine.openvino_package import list_devices
+from perilune.engine.openvino_package import import_openvino, list_devices
 from perilune.engine.openvino_runner import OpenVino
 from perilune.engine.request import Completion, Prompt, SamplingParams
 from perilune.errors import RequestError
@@ -72,6 +72,11 @@ def gap(completions: list[Completion], judge: Engine) -> float:
     return float(max(np.abs(score - np.array(completion.logprobs)).max() for score, completion in pairs))
 
 
+def capabilities() -> list[str]:
+    """What OpenVINO says the CPU computes in, such as BF16."""
+    return list(import_openvino().Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_openvino_tokens_and_logprobs_agree_with_native_engine(name: str) -> None:
     decoder = new(name)
@@ -119,6 +124,23 @@ def test_openvino_int8_weights_and_u8_cache_are_close_to_native() -> None:
     assert gap(int8, judge) < 1e-4 < gap(int8, exact)
     u8 = sampled(engine(decoder, OpenVino(cache="u8")))
     assert 1e-4 < gap(u8, exact) < 0.1
+
+
+def test_openvino_computes_in_bfloat16_with_either_cache() -> None:
+    if "BF16" not in capabilities():
+        pytest.skip("this CPU does not compute in bfloat16")
+    decoder = new("llama")
+    for cache in ("float32", "u8"):
+        settings = OpenVino(cache=cache, precision="bfloat16")
+        assert 1e-4 < gap(sampled(engine(decoder, settings), tokens=4), engine(decoder)) < 0.2
+
+
+def test_openvino_refuses_a_precision_that_the_device_replaces() -> None:
+    if "FP16" in (found := capabilities()) or "BF16" not in found:
+        pytest.skip("this CPU computes in float16, or not in bfloat16")
+    with pytest.raises(RequestError, match="CPU computes in bfloat16 instead of float16") as raised:
+        engine(new("llama"), OpenVino(precision="float16"))
+    assert raised.value.remedy == "set the precision to bfloat16"
 
 
 def test_openvino_rejects_unsupported_model_device_and_missing_package(

@@ -25,6 +25,7 @@ from perilune.models.transformers_model import TransformersModel
 
 _CPU_BLOCK, _GPU_BLOCK = 32, 16  # tokens per block that the kernels of the plugins require
 _PROBE = 5  # tokens
+_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # OpenVINO's names of precisions
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,8 @@ class OpenVino:
     Attributes:
         device: CPU, GPU, GPU.1, NPU, ...; AUTO selects a GPU, or the CPU if there is none.
         weights: how matrices are stored; int8 has one scale per output channel.
-        cache: how keys and values are stored; u8 has one scale and zero point per token and head.
+        cache: how keys and values are stored: float32 keeps them as they are computed, in `precision`; u8
+            has one scale and zero point per token and head.
         precision: precision of the computation. It is always set, because OpenVINO's own default is a lower
             precision on some devices.
     """
@@ -59,10 +61,10 @@ class OpenVino:
     @property
     def properties(self) -> dict[str, str]:
         """Properties of the compiled model."""
-        hints = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "u8": "u8"}
+        precision = _TYPES[self.precision]
         properties = {
-            "INFERENCE_PRECISION_HINT": hints[self.precision],
-            "KV_CACHE_PRECISION": hints[self.cache],
+            "INFERENCE_PRECISION_HINT": precision,
+            "KV_CACHE_PRECISION": "u8" if self.cache == "u8" else precision,
             "PERFORMANCE_HINT": "LATENCY",
             "CACHE_DIR": "",  # no cache of compiled models: each weight update would add one
         }
@@ -89,7 +91,8 @@ class OpenVinoRunner:
         num_blocks: blocks of the cache for each of the `distinct_windows`, including the null block.
 
     Raises:
-        RequestError: when openvino is missing, it cannot convert the model, or the device cannot compute it.
+        RequestError: when openvino is missing, it cannot convert the model, or the device cannot compute it
+            in the precision of the settings.
     """
 
     def __init__(
@@ -118,11 +121,27 @@ class OpenVinoRunner:
             self._compiled = self._core.compile_model(
                 model, self._settings.resolved_device, self._settings.properties
             )
+            self._check_precision()
         except RuntimeError as error:
             raise self._device_error(error) from None
         self._request = self._compiled.create_infer_request()
         for name, cache in self._caches.items():
             self._request.set_tensor(name, cache)
+
+    def _check_precision(self) -> None:
+        """Check that the device computes in the precision of the settings; OpenVINO may choose another.
+
+        Raises:
+            RequestError: when it computes in another.
+        """
+        asked, found = self._settings.precision, self._compiled.get_property("INFERENCE_PRECISION_HINT")
+        names = {kind: name for name, kind in _TYPES.items()}
+        used = names.get(found.to_string(), found.to_string())
+        if used != asked:
+            raise RequestError(
+                f"OpenVINO's device {self._settings.resolved_device} computes in {used} instead of {asked}",
+                remedy=f"set the precision to {used}",
+            )
 
     def _allocate(self, num_blocks: Sequence[int]) -> None:
         """Create the KV cache in the layout that the device requires."""

@@ -110,7 +110,10 @@ class Settings:
     ] = "float32"
     kv_cache: Annotated[
         Literal["float32", "u8"],
-        Option(help="How OpenVINO stores keys and values; needs --backend openvino."),
+        Option(
+            help="How OpenVINO stores keys and values; needs --backend openvino. float32: in the dtype of "
+            "the weights."
+        ),
     ] = "float32"
     dtype: Annotated[Literal["float32", "bfloat16"], Option(help="Dtype of the weights.")] = "float32"
     drain: Annotated[

@@ -88,11 +88,14 @@ class OpenVinoSpec(Frozen):
     weights: Literal["float32", "int8"] = Field(
         "float32", description="how the engine stores matrices; int8 has one scale per output channel"
     )
-    cache: Literal["float32", "u8"] = Field("float32", description="how the engine stores keys and values")
+    cache: Literal["float32", "u8"] = Field(
+        "float32",
+        description="how the engine stores keys and values; float32 stores them in the engine's `precision`",
+    )
     precision: Literal["float32", "bfloat16", "float16"] = Field(
         "float32",
         description="precision of the engine's matrix products; a lower precision widens the gap between"
-        " its log-probs and the learner's",
+        " its log-probs and the learner's; the stage fails if the device does not compute in it",
     )
 
     def runner(self) -> OpenVino:
