@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from expert_cases import of_each_expert
 from safetensors.torch import load_file
 
 from perilune.engine.select_runner import fastest_runner
@@ -199,17 +200,6 @@ def test_gradients_equal_those_of_transformers(pair: tuple[Any, Decoder]) -> Non
         torch.testing.assert_close(got, expected[name], rtol=1e-4, atol=1e-5 * float(scale))
     theirs.zero_grad()
     ours.zero_grad()
-
-
-def of_each_expert(name: str, grad: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Gradients of single experts; transformers keeps the experts of a layer in one tensor."""
-    parts = name.rsplit(".", 1)[1].replace("gate_up_proj", "gate_proj up_proj").split()
-    prefix = name.rsplit(".", 1)[0]
-    return {
-        f"{prefix}.{expert}.{part}.weight": value
-        for expert, both in enumerate(grad)
-        for part, value in zip(parts, both.chunk(len(parts)), strict=True)
-    }
 
 
 def test_parameters_have_hugging_face_names(pair: tuple[Any, Decoder], tmp_path: Path) -> None:
