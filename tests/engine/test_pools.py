@@ -170,3 +170,17 @@ def test_has_room_counts_only_blocks_within_the_window() -> None:
     assert not pools.has_room([], 64 * BLOCK, 6 * BLOCK, 0)
     assert pools.has_room([], 7 * BLOCK, 6 * BLOCK, 1)
     assert not pools.has_room([], 65 * BLOCK, BLOCK, 0)
+
+
+def test_window_layers_of_a_long_sample_keep_one_window() -> None:
+    """10 full layers and 60 with a window of 128 hold 0.146 of the blocks of 70 full layers at 32k tokens."""
+    columns, chunk = 32_768 // BLOCK, 64
+    pools = BlockPools([columns + 1, 2 * chunk], [None, 128])
+    table = np.zeros((2, 0), dtype=np.int32)
+    for length in range(chunk, columns + 1, chunk):
+        table = np.concatenate([table, pools.allocate(chunk)], axis=1)
+        for index, behind in enumerate(pools.window_starts(length * BLOCK)):
+            pools.tree.release(index, table[index, :behind])
+            table[index, :behind] = NULL_BLOCK
+    full, window = (pool.num_used for pool in pools.pools)
+    assert (10 * full + 60 * window) / (70 * full) == pytest.approx(0.1462, abs=5e-5)

@@ -84,7 +84,7 @@ def test_parameters_and_active_parameters_of_published_models(
 
 
 def test_cache_of_sliding_window_layers_stops_growing() -> None:
-    """10 full layers, 60 with a window of 128: 1/4 of the full cache at 1,000 tokens, 1/7 in the limit."""
+    """10 full layers, 60 with a window of 128: 1/4 of the full cache at 1,000 tokens, 0.146 at 32,768."""
     layers = (["full_attention"] + ["sliding_attention"] * 6) * 10
     mixed = LLAMA_3_8B | {"num_hidden_layers": 70, "layer_types": layers, "sliding_window": 128}
     card, full = model_card(mixed), model_card(LLAMA_3_8B | {"num_hidden_layers": 70})
@@ -92,6 +92,7 @@ def test_cache_of_sliding_window_layers_stops_growing() -> None:
         expected = (10 * tokens + 60 * min(tokens, 128)) / (70 * tokens)
         assert card.cache_bytes(tokens) / full.cache_bytes(tokens) == pytest.approx(expected)
     assert card.cache_bytes(1000) / full.cache_bytes(1000) == pytest.approx(0.25, abs=0.005)
+    assert card.cache_bytes(32_768) / full.cache_bytes(32_768) == pytest.approx(0.1462, abs=5e-5)
     assert card.cache_bytes(10**9) / full.cache_bytes(10**9) == pytest.approx(1 / 7, abs=1e-6)
     assert card.kinds() == {
         "GQA 32/8 heads of 128; feed-forward 14,336": 10,
