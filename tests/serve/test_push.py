@@ -245,6 +245,21 @@ def test_vllm_client_updates_perilune_server(server: Served, checkpoint: Path, t
     assert answer(server) == expected(again)
 
 
+def test_server_says_that_it_receives_no_weights_from_gpu_to_gpu(server: Served) -> None:
+    """The calls of vLLM's client of weight transfers, in its order."""
+    calls = {
+        "/init_weight_transfer_engine": {"init_info": {"master_address": "127.0.0.1", "master_port": 1}},
+        "/start_weight_update": None,
+        "/update_weights": {"update_info": {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}},
+        "/finish_weight_update": None,
+    }
+    with server.http() as http:
+        refusals = [http.get("/get_world_size"), *(http.post(path, json=calls[path]) for path in calls)]
+    for refused in refusals:
+        assert refused.status_code == 501
+        assert "reload_weights of POST /collective_rpc" in refused.json()["error"]["message"]
+
+
 class VLLM(httpx.MockTransport):
     """A fake vLLM server, with the routes of its development mode, such as /pause and /collective_rpc."""
 

@@ -39,7 +39,13 @@ from perilune.serve.settings import Settings
 from perilune.serve.speech import SpeechService, speech_routes
 from perilune.serve.tool_formats import FORMATS, detect_format
 from perilune.serve.tracing import SpanWriter
-from perilune.serve.weights import MAX_CHUNK_BYTES, WeightUpdates, reload_routes, weight_routes
+from perilune.serve.weights import (
+    MAX_CHUNK_BYTES,
+    WeightUpdates,
+    reload_routes,
+    transfer_routes,
+    weight_routes,
+)
 from perilune.speech.folder import is_speech_folder, load_speech_model
 from perilune.speech.synthesis import Speaker
 
@@ -123,7 +129,7 @@ def _make_service(settings: Settings, notify: Callable[[str], None]) -> tuple[Se
     )
     max_samples, gauges = settings.slots + settings.max_queue, partial(_engine_gauges, engine)
     service = Service(model, EngineThread(engine), engine.prompt_logprobs, max_samples, gauges)
-    routers = [text_routes(service), response_routes(service, Conversations())]
+    routers = [text_routes(service), response_routes(service, Conversations()), transfer_routes()]
     return service, [*routers, *_make_optional_routes(settings, engine, loaded, service)]
 
 

@@ -7,6 +7,9 @@
     POST /collective_rpc        {"method": "reload_weights", "kwargs": {"weights_path": FOLDER}}, as in vLLM:
                                 loads a checkpoint that the server can read
 
+vLLM's weight transfers, such as /init_weight_transfer_engine and /update_weights, send tensors from GPU to
+GPU (NCCL, CUDA IPC). The server refuses them with status 501.
+
 The server answers requests while it receives, checks and decodes a file. Its tensors replace the old ones
 between two steps of the engine, all at once. An interrupted transfer resumes where it stopped.
 """
@@ -34,6 +37,14 @@ MAX_CHUNK_BYTES = 1 << 22  # bytes of a file in one request
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _RANGE = re.compile(r"bytes ([0-9]{1,15})-([0-9]{1,15})/([0-9]{1,15})")
 _UPDATE_OVERHEAD_BYTES = 1 << 24  # bytes of an update's header, and of positions beyond the values
+_VLLM_TRANSFERS = {
+    "/get_world_size": "GET",
+    "/init_weight_transfer_engine": "POST",
+    "/start_weight_update": "POST",
+    "/start_draft_weight_update": "POST",
+    "/update_weights": "POST",
+    "/finish_weight_update": "POST",
+}
 
 
 class _UseBody(Body):
@@ -178,6 +189,24 @@ def reload_routes(updates: WeightUpdates) -> APIRouter:
         await updates.reload(Path(body.kwargs.weights_path))
         return {"results": [None]}
 
+    return router
+
+
+def transfer_routes() -> APIRouter:
+    """Return vLLM's routes of transfers between GPUs, which answer 501."""
+    router = APIRouter()
+
+    def refuse() -> None:
+        raise ApiError(
+            501,
+            "this server receives no weights over NCCL or CUDA IPC; start it with --weight-updates and "
+            "--control, and load a folder with the method reload_weights of POST /collective_rpc, or run "
+            "`perilune push`",
+            code="unsupported_weight_transfer",
+        )
+
+    for path, method in _VLLM_TRANSFERS.items():
+        router.add_api_route(path, refuse, methods=[method])
     return router
 
 
