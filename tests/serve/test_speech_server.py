@@ -160,6 +160,7 @@ def test_speech_server_refuses_options_of_text_models(folder: Path) -> None:
     for option, changed in (
         ("--weight-updates", replace(settings, weight_updates=True)),
         ("--speculate", replace(settings, speculate="lookup")),
+        ("--backend", replace(settings, backend="openvino")),
     ):
         with pytest.raises(RequestError) as refused:
             serve(changed, print)
