@@ -34,7 +34,8 @@ ABOUT = (
     "The table shows the largest absolute difference between two computations of the same log-probs, in "
     "nats. Perilune scores whole sequences in one pass, as in learning, and token by token with the KV "
     "cache, as in sampling. Transformers computes the same log-probs in float32 and, for reference, in "
-    "float64."
+    "float64, where norms and the recurrence of linear attention remain in float32. Linear attention "
+    "(Qwen3-Next, Qwen3.5) normalizes the output of each head, which magnifies the rounding of small outputs."
 )
 SHAPE: dict[str, Any] = {
     "vocab_size": 2000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
@@ -69,6 +70,15 @@ GRANITE = {
     "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.0156,
     "logits_scaling": 8.0,
 }  # fmt: skip
+LINEAR = {
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4, "partial_rotary_factor": 0.25,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+}  # fmt: skip
+MIXTURE = {
+    "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 192,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": True}),
@@ -90,6 +100,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOss", {"sliding_window": 64, "num_local_experts": 8, "rope_parameters": YARN}),
     "deepseek_v2": ("DeepseekV2", LATENT | ROUTED | {"head_dim": 16, "topk_method": "greedy"}),
     "deepseek_v3": ("DeepseekV3", LATENT | ROUTED | {"head_dim": 16}),
+    "qwen3_next": ("Qwen3Next", LINEAR | MIXTURE | {"norm_topk_prob": True}),
+    "qwen3_5_text": ("Qwen3_5Text", LINEAR),
+    "qwen3_5_moe_text": ("Qwen3_5MoeText", LINEAR | MIXTURE),
 }
 
 

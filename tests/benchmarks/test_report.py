@@ -15,6 +15,7 @@ import report  # noqa: E402
 import smollm2_view  # noqa: E402
 from leads import LEADS, QUESTIONS  # noqa: E402
 from leads.text import count, listed, span  # noqa: E402
+from perilune.models.config.families import DECODER_FAMILIES  # noqa: E402
 from selfplay_view import lead as lead_of_self_play  # noqa: E402
 from smollm2 import figures  # noqa: E402
 
@@ -99,6 +100,11 @@ def test_lead_of_self_play_names_changes_that_are_not_shown() -> None:
         for row in run["league"]["judgements"]:
             row["exploitability"] = 0.2
     assert "Kuhn poker is 0.20 (0.20 before; no difference shown)," in lead_of_self_play(runs)[1]
+
+
+def test_agreement_with_transformers_is_measured_for_every_family() -> None:
+    data = json.loads((report.RESULTS / "family_agreement.json").read_text())
+    assert data["largest difference, nats"].keys() == DECODER_FAMILIES.keys()
 
 
 @pytest.mark.slow
