@@ -18,13 +18,13 @@ class PlainLru:
         self._block_of: list[dict[bytes, int]] = [{} for _ in counts]
         self._digest_of: list[dict[int, bytes]] = [{} for _ in counts]
 
-    def behind(self, computed: int) -> list[int]:
+    def window_starts(self, computed: int) -> list[int]:
         return [0 if window is None else max(0, computed - window + 1) // BLOCK for window in self.windows]
 
-    def find(self, digests: Sequence[bytes]) -> Blocks:
+    def acquire_prefix(self, digests: Sequence[bytes]) -> Blocks:
         length = self._known(digests)
         table = np.full((len(self.windows), length), NULL_BLOCK, dtype=np.int32)
-        for index, start in enumerate(self.behind(length * BLOCK)):
+        for index, start in enumerate(self.window_starts(length * BLOCK)):
             for column in range(start, length):
                 block = self._block_of[index][digests[column]]
                 self._unused[index].pop(block, None)
@@ -35,7 +35,7 @@ class PlainLru:
     def allocate(self, count: int) -> Blocks:
         return np.stack([self._take(index, count) for index in range(len(self.windows))])
 
-    def record(self, table: Blocks, digests: Sequence[bytes]) -> None:
+    def insert(self, table: Blocks, digests: Sequence[bytes]) -> None:
         for index, blocks in enumerate(table.tolist()):
             for block, digest in zip(blocks, digests, strict=False):
                 known = block in self._digest_of[index] or digest in self._block_of[index]

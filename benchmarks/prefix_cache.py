@@ -1,16 +1,18 @@
 """Measure the prefix cache for agents that pause: hits by eviction rule, tokens per second with offloading.
 
-    python benchmarks/prefix_cache.py [--model FOLDER] [--sessions 200] [--turns 20]
+    python benchmarks/prefix_cache.py [--model FOLDER] [--sessions 200] [--turns 20] [--hits]
 
 `--model` is a Hugging Face folder for the second part, such as that of `perilune model fetch smollm2-135m`.
-By default, that part uses a random model of the same shape. Writes results/prefix_cache.json.
+By default, that part uses a random model of the same shape. Writes results/prefix_cache.json. `--hits`
+measures only the first part, and keeps the results of the second.
 """
 
 import argparse
+import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,8 @@ WINDOW = 512
 SHARE = 4  # the pools hold a quarter of the working set
 UNLIMITED = 1 << 20
 MODELS = {"full attention": (None,), "5 windows of 512 to 1 full": (None, WINDOW)}
+LAYERS = {None: 1, WINDOW: 5}
+STORES = {"store of a quarter": 0.25, "store of half": 0.5, "store of three quarters": 0.75}
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,18 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=200)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--hits", action="store_true", help="measure only the hits, and keep the rest")
     arguments = parser.parse_args()
     began = time.monotonic()
     seeds = arguments.seeds or [0, 1, 2]
     hits = [row for name in MODELS for row in rules(name, seeds, arguments)]
-    speed = [offloading(arguments.model)]
     about = {"title": "Prefix cache: hits of agents that pause", "about": ABOUT}
+    if arguments.hits:
+        known = json.loads(arguments.out.read_text(encoding="utf-8"))
+        known.pop("minutes", None)  # of both parts
+        write(arguments.out, known | about | {"hits": hits})
+        return
+    speed = [offloading(arguments.model)]
     write(
         arguments.out,
         about | {"hits": hits, "offloading": speed} | document("prefix_cache.py", sys.argv[1:], began),
@@ -74,8 +84,10 @@ all complete conversations.
 
 * *Share of hits* is the share of the prompt tokens that are found in the cache.
 * *Plain LRU* evicts the least recently released block first. An earlier version of the engine did this. *Tail
-  rule* is the present rule, which evicts whole branches. *Offloaded* also keeps evicted blocks in host
-  memory. *Unlimited* has space for all blocks.
+  rule* is the present rule, which evicts whole branches. *Unlimited* has pools for all blocks.
+* The *stores* also keep evicted blocks in host memory. The size of a store is a share of the bytes of all
+  complete conversations, which in layers with windows keep their last window. The *unlimited store* keeps
+  every evicted block, so that its hits equal those of unlimited pools.
 * In *announced*, requests give the length of the pause. In *announced 30 s*, they always say 30 seconds.
 * *Unusable blocks* are cached blocks from which no request can continue, counted every 100 turns. The table
   gives the largest count.
@@ -93,11 +105,8 @@ def rules(name: str, seeds: Sequence[int], arguments: argparse.Namespace) -> Ite
     by_rule: dict[str, list[tuple[float, int]]] = {}
     for seed in seeds:
         turns = trace(arguments.sessions, arguments.turns, seed)
-        last = {turn.session: turn.length + ANSWER for turn in turns}
-        whole = sum(blocks_for(length) for length in last.values()) // SHARE
-        ends = len(last) * blocks_for(WINDOW) // SHARE + blocks_for(CHUNK)
-        counts = [whole if window is None else ends for window in windows]
-        for rule, run in rule_runs(counts, windows).items():
+        lengths = {turn.session: turn.length + ANSWER for turn in turns}.values()
+        for rule, run in rule_runs(complete_blocks(lengths, windows), windows).items():
             by_rule.setdefault(rule, []).append(run(turns))
             print(name, seed, rule, *by_rule[rule][-1], flush=True)
     best = statistics.mean(share for share, _ in by_rule["unlimited"])
@@ -114,17 +123,30 @@ def rules(name: str, seeds: Sequence[int], arguments: argparse.Namespace) -> Ite
         }
 
 
-def rule_runs(
-    counts: list[int], windows: tuple[int | None, ...]
-) -> dict[str, Callable[[list[Turn]], tuple[float, int]]]:
-    """Functions by rule that compute the share of hits and the most unusable blocks of a trace."""
+def complete_blocks(lengths: Iterable[int], windows: tuple[int | None, ...]) -> list[int]:
+    """Blocks of complete conversations in each pool."""
+    return [sum(blocks_for(min(length, window or length)) for length in lengths) for window in windows]
 
-    def ours(told: Callable[[Turn], float], *, store: bool = False, unlimited: bool = False) -> Any:
+
+def rule_runs(
+    complete: list[int], windows: tuple[int | None, ...]
+) -> dict[str, Callable[[list[Turn]], tuple[float, int]]]:
+    """Functions by rule that compute the share of hits and the most unusable blocks of a trace.
+
+    Args:
+        complete: blocks of all complete conversations in each pool.
+    """
+    counts = [
+        count // SHARE + (0 if window is None else blocks_for(CHUNK))
+        for count, window in zip(complete, windows, strict=True)
+    ]
+    contents = NoContents([BLOCK * LAYERS[window] for window in windows])
+    whole = sum(count * size for count, size in zip(complete, contents.sizes, strict=True))
+
+    def ours(told: Callable[[Turn], float], *, store: int = 0, unlimited: bool = False) -> Any:
         def run(turns: list[Turn]) -> tuple[float, int]:
             clock = Clock()
-            offload = (
-                OffloadStore(OffloadSettings(UNLIMITED * BLOCK, always=True), NoContents()) if store else None
-            )
+            offload = OffloadStore(OffloadSettings(store, always=True), contents) if store else None
             sizes = [UNLIMITED] * len(windows) if unlimited else counts
             return replay(BlockPools(sizes, windows, lambda: clock.now, offload), turns, clock, told)
 
@@ -135,7 +157,8 @@ def rule_runs(
         "tail rule": ours(lambda turn: 0.0),
         "announced 30 s": ours(lambda turn: LONGEST_PAUSE / 2),
         "announced": ours(lambda turn: turn.pause),
-        "offloaded": ours(lambda turn: 0.0, store=True),
+        **{rule: ours(lambda turn: 0.0, store=round(share * whole)) for rule, share in STORES.items()},
+        "unlimited store": ours(lambda turn: 0.0, store=UNLIMITED * sum(contents.sizes)),
         "unlimited": ours(lambda turn: 0.0, unlimited=True),
     }
 
@@ -160,11 +183,14 @@ class Clock:
     now = 0.0
 
 
+@dataclass(frozen=True)
 class NoContents:
-    """Blocks of 16 arbitrary bytes."""
+    """Blocks of arbitrary bytes, as many as `sizes` says for each pool."""
+
+    sizes: list[int]
 
     def read(self, index: int, blocks: Blocks) -> NDArray[np.uint8]:
-        return np.zeros((len(blocks), BLOCK), dtype=np.uint8)
+        return np.zeros((len(blocks), self.sizes[index]), dtype=np.uint8)
 
     def write(self, index: int, blocks: Blocks, content: NDArray[np.uint8]) -> None: ...
 

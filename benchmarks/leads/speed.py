@@ -76,14 +76,21 @@ def prefix_cache(document: Document) -> Lead:
     model = document["hits"][-1]["model"]
     hits = {row["rule"]: median(row["share of hits"]) for row in document["hits"] if row["model"] == model}
     (speed,) = document["offloading"]
+
+    def store(model: str) -> str:
+        """The smallest store with 90% of the hits of unlimited pools."""
+        rows = [row for row in document["hits"] if row["model"] == model and "store" in row["rule"]]
+        return next(row["rule"] for row in rows if row["hits / hits of unlimited"] >= 0.9)
+
     return (
         "Conversations of agents that pause between turns use a prefix cache with space for a quarter of "
         "their tokens, in a simulation and on the engine.",
         f"In a model with attention windows, {hits['plain LRU']:.0%} of the prompt tokens are found in the "
         f"cache with plain LRU, {hits['tail rule']:.0%} with the engine's rule of eviction and "
-        f"{hits['announced']:.0%} if requests announce their pauses; offloading to host memory changes the "
-        f"CPU time of {speed['model']} from {speed['seconds without offloading']:.1f} s to "
-        f"{speed['seconds with offloading']:.1f} s.",
+        f"{hits['announced']:.0%} if requests announce their pauses; a {store(model)} of all bytes in "
+        f"host memory reaches 90% of the hits of unlimited pools (full attention: a "
+        f"{store(document['hits'][0]['model'])}), and offloading changes the CPU time of {speed['model']} "
+        f"from {speed['seconds without offloading']:.1f} s to {speed['seconds with offloading']:.1f} s.",
     )
 
 
