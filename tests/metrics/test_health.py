@@ -1,16 +1,20 @@
 """Health of a run: no alarm on healthy runs, and each fault named within two steps of its onset."""
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
-from perilune.metrics.health.rules import Evidence, find_dead_groups
+from perilune.metrics.health.evidence import Evidence
+from perilune.metrics.health.rules import find_dead_groups
 from perilune.metrics.health.series import Series, find_shifts
 from perilune.metrics.health.verdict import Health, assess_health
+from perilune.metrics.overoptimisation import OveroptimisationWatch
 from perilune.metrics.rounding import ROUNDING
 from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings, default_corrections
 from perilune.ui.health import _max_staleness
@@ -88,6 +92,19 @@ def failing(row: Row, time: Row) -> None:
     row["failures"] = 16
 
 
+def collapsed(row: Row, time: Row) -> None:
+    halved(row, time)
+    row |= {"collapse_alarm": 1.0, "dead_groups": 0.9}
+
+
+def narrowed(row: Row, time: Row) -> None:
+    row |= {"entropy": 0.002, "dead_groups": 0.9}
+
+
+def undefined(row: Row, time: Row) -> None:
+    row["loss"] = math.nan
+
+
 PLANTED: dict[str, tuple[str, str, Callable[[Row, Row], None]]] = {
     "dead groups": ("dead groups", "watch", dead),
     "truncation": ("truncation", "watch", truncated),
@@ -99,6 +116,9 @@ PLANTED: dict[str, tuple[str, str, Callable[[Row, Row], None]]] = {
     "reward always 0": ("reward error", "broken", zeroed),
     "reward 0 for most": ("reward error", "broken", halved),
     "verifier fails": ("reward error", "broken", failing),
+    "collapse of the reward": ("collapse", "broken", collapsed),
+    "collapse of the entropy": ("entropy collapse", "watch", narrowed),
+    "loss is NaN": ("undefined loss", "broken", undefined),
 }
 
 
@@ -129,6 +149,115 @@ def test_recorded_run_with_low_token_limit_is_named_at_step_two() -> None:
         "dead groups"
     ]  # the policy has learned to answer briefly
     assert "almost no answer is right" in health[57].line
+
+
+def sft_rows(losses: Iterable[float]) -> list[Row]:
+    return [{"step": step, "loss": loss, "entropy": 0.5} for step, loss in enumerate(losses, 1)]
+
+
+def names(metrics: list[Row]) -> list[str]:
+    return [finding.name for finding in assess_health(Evidence(Series(metrics), samples=8)).findings]
+
+
+def test_run_with_collapsed_reward_is_named_by_its_own_alarm_while_it_lasts() -> None:
+    metrics = rows_of(json.loads((HERE / "collapsed_run.json").read_text())["metrics"])
+    health = dict(verdicts(metrics, [], range(1, 61)))
+    assert health[25].line.startswith("broken: reward error since step 13")  # the run has no alarm yet
+    for step in range(26, 49):
+        (finding,) = health[step].findings
+        assert (finding.name, finding.status, finding.since) == ("collapse", "broken", 26)
+    assert "0.31 over the last 10 steps, 0.54 at its best" in health[26].line
+    assert finding.remedy == "lower lr, set kl, or continue from an earlier checkpoint"
+    assert "so also run the verifier" in health[26].findings[0].remedy
+    assert {health[step].status for step in range(49, 61)} == {"healthy"}
+
+
+@pytest.mark.parametrize(("length", "first"), [(None, "reward error"), (2.0, "collapse")])
+def test_equal_rewards_are_a_collapse_only_if_the_answers_changed(length: float | None, first: str) -> None:
+    metrics, _ = evidence(RUNS[0])
+    for row in metrics[30:]:
+        zeroed(row, {})
+        row["length"] = row["length"] if length is None else length
+    for row in metrics[40:]:
+        row["collapse_alarm"] = 1.0
+    assert set(names(metrics)) == {"collapse"} | {first}
+    assert names(metrics[:40]) == ["reward error"]
+
+
+def test_alarm_ends_when_it_is_off_but_not_at_a_step_without_a_value() -> None:
+    alarm: list[Row] = [{"x": 0.0}, {"x": 1.0}, {"x": 1.0}, {}, {"x": 1.0}, {"x": 0.0}]
+    rows = [{"step": step, **row} for step, row in enumerate(alarm, 1)]
+    since = [Series(rows[:count]).alarm_since("x") for count in range(7)]
+    assert since == [None, None, 2, 2, 2, 2, None]
+
+
+def test_solved_tasks_and_self_play_may_lose_their_entropy() -> None:
+    metrics, _ = evidence(RUNS[0])
+    for row in metrics[30:]:
+        narrowed(row, {})
+        row["dead_groups"] = 0.4
+    assert names(metrics) == ["entropy collapse"]
+    assert names([{**row, "openings": 3.0} for row in metrics]) == []
+    assert names([{**row, "pass_rate": 0.9, "reward": 0.9} for row in metrics]) == []
+    assert names([{**row, "entropy": 0.002} for row in metrics]) == []  # it did not fall
+
+
+def test_rising_loss_of_fine_tuning_is_named_but_not_bad_batches_or_noise() -> None:
+    draw = Random(0)
+    healthy = [2 + 3 * math.exp(-step / 20) + draw.gauss(0, 0.1) for step in range(120)]
+    assert names(sft_rows(healthy)) == []
+    assert names(sft_rows([*healthy, 11.0, 11.0, *healthy[60:]])) == []  # two bad batches
+    diverging = [*healthy, *[2 + 9 * min(step / 4, 1) for step in range(1, 20)]]
+    first = next(step for step in range(120, 140) if names(sft_rows(diverging[:step])))
+    health = assess_health(Evidence(Series(sft_rows(diverging))))
+    assert first == 123
+    assert (
+        health.line == "broken: diverging loss since step 121: the loss rose from 1.93 to 11 nats per token"
+    )
+    assert names([{**row, "reward": 0.5} for row in sft_rows(diverging)]) == []  # a loss of rl has no scale
+    assert names(sft_rows([*diverging, *healthy[100:]])) == []  # it ends with its cause
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_undefined_loss_is_named_at_once_until_it_is_defined(loss: float) -> None:
+    rows = sft_rows([2.0, 1.9, loss])
+    health = assess_health(Evidence(Series(rows)))
+    assert health.line == "broken: undefined loss since step 3: the loss is NaN or infinite"
+    assert names([*rows, {"step": 4, "loss": 1.8}]) == []
+
+
+def test_chosen_answers_that_collapse_in_preference_training_are_named_after_five_steps() -> None:
+    rows: list[Row] = [
+        {"step": step, "loss": 0.5, "accuracy": 0.9, "chosen_shift": -0.1, "collapse": float(step > 3)}
+        for step in range(1, 10)
+    ]
+    assert [names(rows[:count]) for count in (7, 8, 9)] == [[], ["chosen collapse"], ["chosen collapse"]]
+    assert names([*rows, {"step": 10, "loss": 0.5, "accuracy": 0.9, "collapse": 0.0}]) == []
+
+
+def watched(curve: Mapping[str, list[float]]) -> list[Row]:
+    """The metrics of a run with a gold score, as its own watch of the score writes them."""
+    watch, columns = OveroptimisationWatch(), (curve["reward"], curve["gold"], curve["kl_start"])
+    return [
+        {"step": step, "reward": reward, "gold": gold, "pass_rate": gold, **watch.observe(step, kl, gold)}
+        for step, (reward, gold, kl) in enumerate(zip(*columns, strict=True), 1)
+    ]
+
+
+def test_overoptimisation_alarm_is_named_if_the_reward_goes_on_rising() -> None:
+    curves = json.loads((RESULTS / "overoptimisation.json").read_text())["curves"]
+    rows = watched(curves["hacked reward"][0])
+    first = next(step for step in range(1, 100) if names(rows[:step]))
+    assert names(rows[:first]) == ["over-optimization"] and names(rows) == ["reward hack"]
+    (finding,) = assess_health(Evidence(Series(rows[:first]))).findings
+    assert (finding.status, finding.since) == ("watch", 29)
+    rise = [min(0.02 * step, 0.6) for step in range(80)]
+    gold = {"gold": rise, "kl_start": [0.1 * step for step in range(80)]}
+    assert watched({"reward": rise, **gold})[-1]["overoptimisation_alarm"]
+    assert names(watched({"reward": rise, **gold})) == []  # the reward has stopped rising, too
+    ever = [0.02 * step + 0.01 * (step % 2) for step in range(80)]
+    assert names(watched({"reward": ever, **gold})) == ["over-optimization"]
+    assert names([{**row, "pass_rate": 0.9} for row in watched({"reward": ever, **gold})]) == []
 
 
 def test_status_recovers_two_steps_after_the_fault_ends() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from perilune.metrics.health.rules import Evidence, Finding
+from perilune.metrics.health.evidence import Evidence, Finding
 from perilune.metrics.health.series import Series
 from perilune.metrics.health.verdict import Health, assess_health
 from perilune.metrics.rounding import ROUNDING

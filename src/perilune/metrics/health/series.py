@@ -31,6 +31,19 @@ class Series:
             self._columns[name] = [finite_number(row.get(name)) for row in self._rows]
         return self._columns[name]
 
+    def undefined(self, name: str) -> list[bool]:
+        """Return by step whether a metric is NaN or infinite."""
+        values = [row.get(name) for row in self._rows]
+        return [isinstance(value, float) and not math.isfinite(value) for value in values]
+
+    def alarm_since(self, name: str) -> int | None:
+        """Return the step since which an alarm of the run is on; None if it is off, or the run has none."""
+        since: int | None = None
+        for step, value in zip(self.steps, self.column(name), strict=True):
+            if value is not None:  # a step with nothing to measure changes nothing
+                since = (since or step) if value else None
+        return since
+
     def since(self, flags: Sequence[bool]) -> int | None:
         """Return the step since which a condition holds; None if it does not hold at the last step.
 
@@ -86,3 +99,7 @@ def median(values: Values) -> float | None:
     """Return the median of the known values; None without any."""
     known = sorted(value for value in values if value is not None)
     return known[len(known) // 2] if known else None
+
+
+def latest(values: Values) -> float | None:
+    return next((value for value in reversed(values) if value is not None), None)

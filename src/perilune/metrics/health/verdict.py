@@ -3,12 +3,19 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from perilune.metrics.health.rules import RULES, Evidence, Finding, Status
+from perilune.metrics.health.evidence import Evidence, Finding, Status
+from perilune.metrics.health.rules import RULES
 
 SEVERITY_ORDER: tuple[Status, ...] = ("broken", "watch", "healthy")
 
 # By finding, the findings that it explains. A verdict leaves these out, unless they are broken.
-EFFECTS_BY_CAUSE = {"reward error": ("dead groups",), "starvation": ("stall",)}
+EFFECTS_BY_CAUSE = {
+    "collapse": ("dead groups", "entropy collapse"),
+    "reward error": ("dead groups",),
+    "reward hack": ("over-optimization",),
+    "entropy collapse": ("dead groups",),
+    "starvation": ("stall",),
+}
 
 
 @dataclass(frozen=True, slots=True)

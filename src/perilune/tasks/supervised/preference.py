@@ -17,6 +17,7 @@ from perilune.learn.preference import (
 )
 from perilune.learn.schedules import learning_rate
 from perilune.learn.trainer import Learner
+from perilune.metrics.health.learning import CHOSEN_COLLAPSE_STEPS
 from perilune.models.decoder import Decoder
 from perilune.rollout.timing import Stopwatch
 from perilune.tasks.stage.memory_plan import memory_figures
@@ -26,7 +27,6 @@ from perilune.tasks.supervised.held_out import pair_values
 from perilune.tasks.supervised.preference_data import PreferenceData
 from perilune.tasks.supervised.stages import PreferenceSpec, plan_memory
 
-COLLAPSE_PATIENCE = 5  # consecutive steps before the warning: one batch may look like a collapse by chance
 REFERENCE_LIMIT = 1e-2  # nats per token between two forward passes of the same weights
 VALIDATED = ("loss", "accuracy", "margin", "chosen_shift", "chosen_nll")
 
@@ -130,7 +130,7 @@ class CollapseAlarm:
 
     def _count(self, step: int, figures: Mapping[str, float]) -> bool:
         self._in_a_row = self._in_a_row + 1 if figures["collapse"] else 0
-        if self._in_a_row < COLLAPSE_PATIENCE or self.step is not None:
+        if self._in_a_row < CHOSEN_COLLAPSE_STEPS or self.step is not None:
             return False
         self.step = step
         return True
