@@ -83,12 +83,14 @@ def mcp_questions(document: Document) -> Lead:
 
 def wiki(document: Document) -> Lead:
     (build,), (lint,) = document["builds"], document["lint"]
+    sound = lint["sentences without fault"]
     return (
-        f"`perilune wiki` builds pages about {build['runs']:,} runs, and its lint looks for "
-        f"{lint['planted']} planted faults.",
-        f"A build takes {build['seconds from nothing']:.1f} s without a cache and "
-        f"{build['seconds without a change']:.1f} s if nothing changed, and lint finds {lint['found']} of "
-        f"{lint['planted']} faults.",
+        f"`perilune wiki` builds pages about {build['runs']:,} runs, and its lint reads "
+        f"{lint['planted']} planted faults and {sound} sentences without a fault.",
+        f"A build takes {build['CPU seconds from nothing']:.1f} s of CPU time without a cache and "
+        f"{build['CPU seconds without a change']:.1f} s if nothing changed, and lint finds "
+        f"{lint['found']} of {lint['planted']} faults and reports {lint['of them reported']} of the {sound} "
+        "sentences.",
     )
 
 

@@ -25,19 +25,8 @@ from perilune.wiki.markdown import (
     is_edited,
 )
 from perilune.wiki.query import Answer, Facts
+from perilune.wiki.wording import find_figures, is_claim, is_comparison, is_superlative
 
-_CLAIM = re.compile(
-    r"\b(better|worse|best|beats?|outperforms?|improv\w+|raises?|rais(?:ed|es)|higher|lower|faster|slower|gains?|wins?)\b",
-    re.I,
-)
-_BEST = re.compile(r"\b(best|highest|lowest|state of the art)\b", re.I)
-_VERSUS = re.compile(r"\b(?:(?:better|worse|higher|lower|faster|slower) than|beats?|outperforms?)\b", re.I)
-_NUMBER = re.compile(r"(?<![\w.@/#=-])[-+−]?\d+(?:[.,]\d+)*\s?%?(?![\w@/]|\.\d)")
-_NOT_FIGURES = re.compile(
-    r"^# .*$|^[ \t]*\d+[.)][ \t]|\b\d{4}-\d\d-\d\d\b|\barXiv[: ]?\d{4}\.\d+"
-    r"|\b(?:seed|step|page|figure|table|equation|issue)s? \d+",
-    re.M | re.I,
-)
 _BLANK = re.compile(r"[^\n]")
 _SENTENCE = re.compile(r"[^.!?\n]+(?:[.!?](?!\s)[^.!?\n]*)*[.!?]?|\n")
 
@@ -96,7 +85,7 @@ class _Page:
         answers = {cite.place: answer for cite, answer in self.cited if isinstance(answer, Answer)}
         claims = []
         for sentence in _SENTENCE.finditer(self.prose):
-            if _CLAIM.search(sentence[0]) and not sentence[0].rstrip().endswith("?"):
+            if is_claim(sentence[0]):
                 inside = [answers[start] for start in answers if sentence.start() <= start < sentence.end()]
                 claims.append((sentence.start(), sentence[0].strip(), inside))
         return claims
@@ -209,20 +198,19 @@ def _intervals_overlap(a: tuple[float, float] | None, b: tuple[float, float] | N
 def _bare_best(page: _Page) -> Iterator[_Fault]:
     remedy = "cite: best FIGURE of recipe NAME stage STAGE"
     for offset, text, answers in page.claims:
-        if _BEST.search(text) and not any(answer.kind in ("best", "difference") for answer in answers):
+        if is_superlative(text) and not any(answer.kind in ("best", "difference") for answer in answers):
             yield offset, "this superlative cites no query", remedy
 
 
 def _bare_comparison(page: _Page) -> Iterator[_Fault]:
     remedy = "cite: difference FIGURE of recipe A stage STAGE minus recipe B stage STAGE"
     for offset, text, answers in page.claims:
-        if _VERSUS.search(text) and not answers and not _BEST.search(text):
+        if is_comparison(text) and not answers and not is_superlative(text):
             yield offset, "this comparison cites no query", remedy
 
 
 def _bare_numbers(page: _Page) -> Iterator[_Fault]:
-    visible = _NOT_FIGURES.sub(_blank_match, LINK.sub(_blank_match, page.prose))
-    for number in _NUMBER.finditer(visible):
+    for number in find_figures(LINK.sub(_blank_match, page.prose)):
         message = f"the number {number[0].strip()} is not a citation"
         yield number.start(), message, "write {{ FIGURE of run ID }}, or put the number in `code`"
 
@@ -231,7 +219,7 @@ def _edited(page: _Page) -> Iterator[_Fault]:
     if not is_built(page.text):
         if not is_question(page.path):
             yield 0, "the front matter is damaged", "perilune wiki build --overwrite"
-    elif is_edited(page.text) or page.text.count(f"\n{HAND_BEGIN}\n") != 1:
+    elif is_edited(page.text) or page.text.splitlines().count(HAND_BEGIN) != 1:
         remedy = f"move your text between {HAND_BEGIN} and {HAND_END}; perilune wiki build --overwrite"
         yield 0, "the generated text was changed", remedy
 
