@@ -111,7 +111,7 @@ def test_records_follow_equilibrium_probabilities_unless_greedy():
     assert len(kept) == 900 and not rejected and list(deduplicate(kept)) == kept
     kings = [row for row in kept if row.messages[1]["content"].startswith("your card K")]
     share = sum(row.messages[2]["content"] == "Bet" for row in kings) / len(kings)
-    expected = make_game_teacher("cfr", make_environment(about).game).table.row("2")[1]
+    expected = make_game_teacher("cfr", make_environment(about).game).table["2"][1]
     assert abs(share - expected) < 4 * (0.25 / len(kings)) ** 0.5 and 0.3 < expected < 0.9
     for row in kings:
         assert row.details["probabilities"][0] == pytest.approx(
