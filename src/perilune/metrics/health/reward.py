@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from statistics import fmean
+from typing import NamedTuple
 
 from perilune.metrics.health.evidence import SOLVED_PASS_RATE, Evidence, Finding
 from perilune.metrics.health.series import Series, Values, find_shifts, flag_at_least, latest
@@ -161,43 +162,41 @@ def _flag_falls(shifts: Sequence[int], events: Sequence[bool], *, accompanied: b
 def _flag_divergence(reward: Values, truth: Values) -> list[bool]:
     """Flag steps where truth is clearly below its best mean, and reward above its mean at that time."""
     flags: list[bool] = []
-    best: tuple[float, float, float, float] | None = None
-    for i in range(len(truth)):
-        recent = [
-            [value for value in values[max(0, i + 1 - TREND_WINDOW_STEPS) : i + 1] if value is not None]
-            for values in (truth, reward)
-        ]
-        if min(map(len, recent)) < TREND_WINDOW_STEPS:
+    best: tuple[Mean, Mean] | None = None
+    for step in range(len(truth)):
+        true, paid = _recent_mean(truth, step), _recent_mean(reward, step)
+        if true is None or paid is None:
             flags.append(False)
             continue
-        means = [math.fsum(values) / TREND_WINDOW_STEPS for values in recent]
-        errors = [
-            math.fsum((value - mean) ** 2 for value in values) / TREND_WINDOW_STEPS**2
-            for mean, values in zip(means, recent, strict=True)
-        ]
-        now = (means[0], errors[0], means[1], errors[1])
-        if best is None or now[0] > best[0]:
-            best = now
-        fall, rise = best[0] - now[0], now[2] - best[2]
-        flags.append(
-            fall > max(TREND_SIGMAS * math.sqrt(best[1] + now[1]), 0.1 * abs(best[0]))
-            and rise > TREND_SIGMAS * math.sqrt(best[3] + now[3])
-        )
+        if best is None or true.value > best[0].value:
+            best = true, paid
+        fell = _is_above(best[0], true) and best[0].value - true.value > 0.1 * abs(best[0].value)
+        flags.append(fell and _is_above(paid, best[1]))
     return flags
 
 
 def _rises(values: Values, before: int, now: int) -> bool:
     """Return whether the mean of the steps up to `now` is clearly above the mean of those up to `before`."""
-    windows = [
-        [value for value in values[max(0, end + 1 - TREND_WINDOW_STEPS) : end + 1] if value is not None]
-        for end in (before, now)
-    ]
-    if min(map(len, windows)) < TREND_WINDOW_STEPS:
-        return False
-    means = [fmean(window) for window in windows]
-    error = math.fsum(
-        (value - mean) ** 2 / TREND_WINDOW_STEPS**2
-        for window, mean in zip(windows, means, strict=True)
-        for value in window
-    )
-    return means[1] - means[0] > TREND_SIGMAS * math.sqrt(error)
+    old, new = _recent_mean(values, before), _recent_mean(values, now)
+    return old is not None and new is not None and _is_above(new, old)
+
+
+class Mean(NamedTuple):
+    """A mean and its variance, the square of its standard error."""
+
+    value: float
+    variance: float
+
+
+def _recent_mean(values: Values, end: int) -> Mean | None:
+    """Return the mean of the last steps up to the index `end`; None if one of them is unknown."""
+    recent = [value for value in values[max(0, end + 1 - TREND_WINDOW_STEPS) : end + 1] if value is not None]
+    if len(recent) < TREND_WINDOW_STEPS:
+        return None
+    mean = fmean(recent)
+    return Mean(mean, math.fsum((value - mean) ** 2 for value in recent) / TREND_WINDOW_STEPS**2)
+
+
+def _is_above(higher: Mean, lower: Mean) -> bool:
+    """Return whether one mean is clearly above the other."""
+    return higher.value - lower.value > TREND_SIGMAS * math.sqrt(higher.variance + lower.variance)
