@@ -134,13 +134,11 @@ def _origin(stage: StageView, attempt: Attempt, recorded: RecordedEpisodes) -> O
 
 def _restore_rewards(episodes: list[Episode], attempt: Attempt, path: Path) -> list[Episode]:
     """Return episodes with the rewards of their environment, without those that rl added."""
-    assert attempt.root is not None
-    job = Job.model_validate(read_json(attempt.root / "job.json"))
-    if not (section := job.spec.get("auxiliary_rewards")) or path == attempt.greedy_file:
+    if not (section := attempt.spec.get("auxiliary_rewards")) or path == attempt.greedy_file:
         return episodes
     auxiliary = AuxiliaryRewards.model_validate(section)
     step = int(path.stem.removeprefix("step-"))
-    return [auxiliary.remove(episode, step, job.spec["steps"]) for episode in episodes]
+    return [auxiliary.remove(episode, step, attempt.spec["steps"]) for episode in episodes]
 
 
 def _model_folder(job: Job, attempt: Attempt) -> Path | None:
