@@ -54,13 +54,11 @@ _NUMBER = re.compile(
     r"(?<![\w.@/#=-])[-+−]?"
     r"(?:\d+(?:\.\d+)?/\d+(?:\.\d+)?(?![\w/])"  # a fraction or a ratio
     rf"|\d+(?:[.,]\d+)*(?:[eE][-+−]?\d+)?{_UNIT}?(?![\w@/]|\.\d))"
-)  # fmt: skip
+)
 _LABEL = (
     r"(?:seed|step|page|figure|fig|table|equation|eq|issue|section|chapter|appendix|version|line|row|column)"
 )
-_MONTH = (
-    r"(?:January|February|March|April|May|June|July|August|September|October|November|December)"
-)  # fmt: skip
+_MONTH = r"(?:January|February|March|April|May|June|July|August|September|October|November|December)"
 _AFTER_LABEL = r"\d+(?:\.\d+)*(?!\d|\s?%)"
 _NOT_FIGURES = re.compile(
     r"^# .*$|^[ \t]*\d+[.)][ \t]|https?://\S+"
