@@ -9,11 +9,11 @@ from tempfile import TemporaryDirectory
 from perilune.bundle.job import Job
 from perilune.data.episode import Episode
 from perilune.data.episodes_file import read_episodes
+from perilune.environments.core.rewards import GOLD_METRIC
 from perilune.errors import RequestError
 from perilune.files import read_json
 from perilune.models.checkpoints.folder import CheckpointFolder
 from perilune.models.text.tokenizer import Tokenizer
-from perilune.tasks.rl.auxiliary_rewards import AuxiliaryRewards
 from perilune.traces.cassette import Cassette
 from perilune.traces.record import Origin, group_rollouts, record_episodes
 from perilune.traces.replay import Replayer
@@ -55,7 +55,7 @@ def record_targets(targets: Sequence[str], where: str, most: int) -> RecordedEpi
                 file_origin = replace(origin, sampling=origin.sampling | greedy)
                 for start in range(0, len(chosen), EPISODES_PER_CHUNK):
                     members = [item for rows in chosen[start : start + EPISODES_PER_CHUNK] for item in rows]
-                    episodes = _restore_rewards(members, attempt, path)
+                    episodes = _restore_rewards(members, attempt)
                     cassettes, refused = record_episodes(episodes, path.name, file_origin, replayer)
                     recorded.cassettes |= {cassette.digest: cassette for cassette in cassettes}
                     recorded.refused += refused
@@ -132,13 +132,11 @@ def _origin(stage: StageView, attempt: Attempt, recorded: RecordedEpisodes) -> O
     )
 
 
-def _restore_rewards(episodes: list[Episode], attempt: Attempt, path: Path) -> list[Episode]:
+def _restore_rewards(episodes: list[Episode], attempt: Attempt) -> list[Episode]:
     """Return episodes with the rewards of their environment, without those that rl added."""
-    if not (section := attempt.spec.get("auxiliary_rewards")) or path == attempt.greedy_file:
+    if not attempt.spec.get("auxiliary_rewards") or attempt.spec.get("reward_model"):
         return episodes
-    auxiliary = AuxiliaryRewards.model_validate(section)
-    step = int(path.stem.removeprefix("step-"))
-    return [auxiliary.remove(episode, step, attempt.spec["steps"]) for episode in episodes]
+    return [replace(episode, reward=episode.metrics.get(GOLD_METRIC, episode.reward)) for episode in episodes]
 
 
 def _model_folder(job: Job, attempt: Attempt) -> Path | None:

@@ -57,18 +57,10 @@ class AuxiliaryRewards(Frozen):
     def _add_terms(self, episode: Episode, scale: float) -> Episode:
         if episode.reward is None:
             return episode
-        metrics = {GOLD_METRIC: episode.reward, **episode.metrics}
-        return replace(episode, reward=episode.reward + scale * self._weigh(episode), metrics=metrics)
-
-    def remove(self, episode: Episode, step: int, steps: int) -> Episode:
-        """Return an episode of a step with the reward that it had before `add`."""
-        if episode.reward is None:
-            return episode
-        return replace(episode, reward=episode.reward - self.scale(step, steps) * self._weigh(episode))
-
-    def _weigh(self, episode: Episode) -> float:
         terms = episode.reward_terms
-        return math.fsum(weight * terms.get(name, 0.0) for name, weight in self.weights.items())
+        extra = math.fsum(weight * terms.get(name, 0.0) for name, weight in self.weights.items())
+        metrics = {GOLD_METRIC: episode.reward, **episode.metrics}
+        return replace(episode, reward=episode.reward + scale * extra, metrics=metrics)
 
     def require_terms(self, known: Collection[str]) -> None:
         """Check that episodes have the terms of `weights`.
