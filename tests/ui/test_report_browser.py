@@ -223,7 +223,7 @@ def test_smoothing_and_log_scale_redraw(window: Window) -> None:
     assert window.picture("sft-grad") == exact
     window.page.locator('[data-chart="sft-grad"] button[aria-pressed]').click()
     assert window.picture("sft-grad") != exact and window.painted("sft-grad", 4) > 10
-    window.page.wait_for_function("location.search.includes('scale.sft-grad=log')")
+    wait_until(window.page, "location.search.includes('scale.sft-grad=log')")
     window.page.locator('[data-chart="sft-grad"] button[aria-pressed]').click()
     assert window.picture("sft-grad") == exact
 
