@@ -161,7 +161,13 @@ def test_experiment_list_filters_by_name_and_comparison_page_opens(
     page.get_by_label("Search", exact=True).fill("nothing")
     assert page.locator("a.experiment").count() == 0
     until(page, "location.search === '?q=nothing'")
+    page.get_by_label("Search", exact=True).fill("")
+    page.locator("a.experiment").locator("xpath=../input").check()
     identity = httpx.get(f"{url}/experiments.json").json()["experiments"][0]["experiment_id"]
+    until(page, f"location.search === '?compare={identity}'")
+    page.goto(f"{url}/?compare={identity},../x")
+    assert page.locator("li input:checked").count() == 1
+    assert page.locator("a.plain").get_attribute("href") == f"/compare/{identity}"  # only known experiments
     page.goto(f"{url}/compare/{identity},{identity}")
     page.wait_for_selector("#arms table")
     page.locator(".brand").click()

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from browser_cases import needs_browser
-from make_experiment import AFTER_SFT, SyntheticExperiment
+from make_experiment import AFTER_SFT, TOKENIZER, SyntheticExperiment
+from test_report_turns import episode as multi_turn_episode
 
 from perilune.control.queries.comparison import Arm, Comparison, Difference, Member
 from perilune.control.queries.lookup import StageStatus
@@ -499,7 +500,7 @@ def sub_agents(episode: Episode) -> Episode:
     spans = (
         Span("0", "agent", (0, 3), -1, 40, 12, 3),
         Span("0.0", "ask", (1,), 3, 9, 4, 3, talk),
-        Span("0.1", "ask", (1, 2), 3, 9, 7, 3, talk),
+        Span("0.1", "ask", (1, 2), -1, 9, 7, 3, talk),
     )
     versions = np.array([2, *[3] * (len(episode.token_ids) - 1)], np.int32)
     rewards = np.full(len(episode.token_ids), np.nan, np.float32)
@@ -549,6 +550,8 @@ def test_token_colors_offer_recorded_metrics_and_sub_agents_are_lanes(browser: A
     assert depth(0) == pytest.approx(min(72, 100 * entropy / 3), abs=0.1)
     color.select_option("step reward")
     assert [tint(0), tint(1)] == ["var(--c2)", "var(--c3)"]  # negative, then positive step reward
+    badges = page.locator(".tokens .token + .reward")
+    assert badges.all_inner_texts() == ["−0.5", "+1"]  # each after the segment that earned it
     color.select_option("policy version")
     assert [tint(0), tint(1)] == ["var(--c3)", "var(--c4)"]
     page.locator(".cell").nth(1).click()
@@ -556,6 +559,13 @@ def test_token_colors_offer_recorded_metrics_and_sub_agents_are_lanes(browser: A
 
     assert page.locator(".lanes h4").inner_text() == "5 turns in 4 critical steps"
     assert window.count('[data-chart="spans"] .mark.bar') == 5 + 1  # five turns and one wait
+    told = page.locator('[data-chart="spans"] .row')
+    told.nth(0).hover()
+    assert page.locator(".tooltip-row", has_text="used").count() == 0  # the agent itself has no parent
+    told.nth(1).hover()
+    assert page.locator(".tooltip-row", has_text="used").inner_text() == "used\nin round 4"
+    told.nth(2).hover()
+    assert page.locator(".tooltip-row", has_text="used").inner_text() == "used\nby no turn"
     page.locator(".lanes summary").first.click()
     assert PAYLOADS[1] in page.locator(".lanes .prose").first.inner_text()
     assert page.evaluate("window.broken") is None
@@ -693,6 +703,33 @@ def make_comparison(folder: Path) -> Comparison:
             Arm(label, {"rl.lr": index}, tuple(members), Interval(0.3 + index / 9, 0.2, 0.5), difference)
         )
     return Comparison("words-1", "after.pass@1", ("rl.lr",), tuple(arms), 0)
+
+
+def test_turns_show_the_step_rewards_that_they_earned(browser: Any, tmp_path: Path) -> None:
+    made = SyntheticExperiment(tmp_path)
+    path = made.rl(steps=1, prompts=2) / "artifacts" / "episodes" / "step-000001.parquet"
+    asked = multi_turn_episode()
+    rewards = np.full(len(asked.token_ids), np.nan, np.float32)
+    rewards[[1, 3, 10]] = 0.5, -0.125, -1.0
+    text = "7" * 25_000  # too long to show by token
+    messages = (*asked.messages[:-1], {"role": "assistant", "content": text})
+    ids = np.array([*asked.token_ids[:8], *TOKENIZER.encode_completion(text)], np.int32)
+    long = {"loss_mask": np.array([*asked.loss_mask[:8], *[True] * (len(ids) - 8)]), "messages": messages}
+    versions, zeros = np.zeros(len(ids), np.int32), np.zeros(len(ids), np.float32)
+    earned = np.concatenate([rewards[:8], np.full(len(ids) - 8, np.nan, np.float32)])
+    long |= {"token_ids": ids, "logprobs": zeros, "policy_version": versions, "step_rewards": earned}
+    episodes = [replace(asked, step_rewards=rewards), replace(asked, episode_id="1/0/1", **long)]
+    write_episodes(path, episodes)
+    page = browser.new_page()
+    window = Window(page, build_report(made.view(), tmp_path / "report.html"))
+    heads = page.locator(".detail .role")
+    assert page.locator(".tokens").count() == 1
+    assert heads.all_inner_texts()[-3:] == ["assistant earned +0.375", "tool", "assistant earned −1"]
+    page.get_by_role("button", name="Read sample 1").click()
+    page.locator(".detail .prose .role", has_text="+0.375").wait_for()
+    assert heads.all_inner_texts()[-3:] == ["assistant earned +0.375", "tool", "assistant"]
+    assert window.errors == []
+    page.close()
 
 
 def test_comparison_page_renders_without_errors(browser: Any, tmp_path: Path) -> None:

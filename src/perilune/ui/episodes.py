@@ -213,7 +213,8 @@ def _episode_document(episode: Episode, vocabulary: Vocabulary | None, most: int
     is_whole = all(len(turn["text"]) <= most for turn in (*(turns or ()), {"text": episode.text}))
     by_token = is_whole and len(episode.logprobs) <= most  # otherwise the page cannot show tokens
     if turns and not by_token:
-        turns = [{"role": turn["role"], "text": shorten(turn["text"], most)} for turn in turns]
+        kept = [{name: turn[name] for name in ("role", "reward") if name in turn} for turn in turns]
+        turns = [own | {"text": shorten(turn["text"], most)} for own, turn in zip(kept, turns, strict=True)]
     tokens: list[Piece] | None = None
     if vocabulary is not None and by_token:
         tokens = split_pieces(vocabulary, episode)

@@ -1,5 +1,6 @@
 """Splits an episode into turns and tokens, and shortens long texts."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -39,7 +40,8 @@ def split_turns(messages: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
 def list_turns(episode: Episode) -> list[dict[str, Any]] | None:
     """Return the turns after the prompt, each with the positions of its tokens; None for a single answer.
 
-    Positions are omitted if the loss mask does not separate the turns.
+    A turn with process rewards has their sum as `reward`. Positions and rewards are omitted if the loss mask
+    does not separate the turns.
     """
     if episode.loss_mask.all():
         return None
@@ -49,6 +51,9 @@ def list_turns(episode: Episode) -> list[dict[str, Any]] | None:
     if owners == [own for own, _, _ in bounds]:
         for turn, (_, start, end) in zip(turns, bounds, strict=True):
             turn |= {"start": start, "end": end}
+            earned = [] if episode.step_rewards is None else episode.step_rewards[start:end].tolist()
+            if known := [value for value in earned if math.isfinite(value)]:
+                turn["reward"] = float(f"{math.fsum(known):.6g}")
     return turns
 
 

@@ -64,15 +64,16 @@ function List() {
   useUpdates("list");
   const [sought] = useSetting("q");
   const [state] = useSetting("state", STATES);
-  const [chosen, setChosen] = useState([]); // ids of experiments to compare
+  const [kept, keep] = useSetting("compare");
   const { experiments, older } = Data;
+  const chosen = kept.split(",").filter(id => experiments.some(one => one.experiment_id === id)); // to compare
   const isFound = wordFilter(sought);
   const textOf = one => [one.name, one.experiment_id, ...one.overrides, ...one.stages.map(stage => stage.stage)].join(" ");
   const shown = experiments.filter(one => (!state || one.state === state) && isFound(textOf(one)));
   const row = one => {
     const others = chosen.filter(id => id !== one.experiment_id);
     const isChosen = others.length < chosen.length;
-    const choose = () => setChosen(isChosen ? others : [...chosen, one.experiment_id]);
+    const choose = () => keep((isChosen ? others : [...chosen, one.experiment_id]).join(","));
     return html`<${Row} key=${one.experiment_id} one=${one} isChosen=${isChosen} choose=${choose} />`;
   };
   const move = event => moveFocus(event, "a.experiment", { ArrowDown: 1, ArrowUp: -1, j: 1, k: -1 });

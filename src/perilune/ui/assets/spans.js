@@ -17,7 +17,7 @@ function lane(span, total) {
     details: [
       { name: "turns", value: Format.integer(rounds.length), color },
       { name: "rounds", value: rounds.length ? `${rounds[0] + 1} to ${end} of ${total}` : "none" },
-      { name: "used in round", value: joined < 0 ? "never" : Format.integer(joined + 1) },
+      ...(depth ? [{ name: "used", value: joined < 0 ? "by no turn" : `in round ${joined + 1}` }] : []),
       { name: "sampled", value: tokens(span.tokens) },
       { name: "read", value: tokens(span.prompt_tokens) },
       ...(span.version < 0 ? [] : [{ name: "weights", value: `version ${span.version}` }]),

@@ -89,9 +89,13 @@ function details(episode, text, place) {
   return rows.map(([name, value]) => ({ name, value }));
 }
 
+// A process reward, and the head of a turn: who wrote it, and what it earned.
+const earned = reward => html`<span class="reward ${["wrong", "", "right"][1 + Math.sign(reward)]}" title="step reward">${Format.signed(reward)}</span>`;
+const turnHead = ({ role, reward }) => html`<span class="role">${role}${!isNothing(reward) && [" earned ", earned(reward)]}</span>`;
+
 function TextOnly({ episode }) {
   const why = episode.vocabulary ? "The tokens of this group were too large to include" : "The tokenizer of this run was not found";
-  const turns = episode.turns?.map(turn => html`<span class="role">${turn.role}</span><span>${turn.text}</span>${"\n"}`);
+  const turns = episode.turns?.map(turn => html`${turnHead(turn)}<span>${turn.text}</span>${"\n"}`);
   return html`
     <div class="prose" tabindex="0">${turns || episode.text || "(empty)"}</div>
     ${episode.length > 0 && html`<p class="heat-key">${why}, so only the text is shown.</p>`}`;
@@ -110,14 +114,15 @@ function Tokens({ episode }) {
     [episode],
   );
   const tokens = useMemo(() => {
-    const starts = new Map(episode.turns?.map(turn => [turn.start, turn.role]));
+    const starts = new Map(episode.turns?.map(turn => [turn.start, turnHead(turn)]));
+    const ends = new Map(episode.turns ? [] : episode.steps); // in a single answer, a segment shows its reward at its end
     return pieces.flatMap(([text, special], place) => {
       const masked = isMasked(episode, place);
       const kind = `token${special ? " special" : ""}${masked ? " masked" : ""}`;
       const tint = masked ? null : paint(...MODES[mode].of(episode, place));
       const content = VISIBLE[text] !== undefined && !special ? shownAs(text) : text;
       const token = html`<span class=${kind} style=${tint}>${content}</span>`;
-      return starts.has(place) ? [html`<span class="role">${starts.get(place)}</span>`, token] : token;
+      return [starts.get(place), token, ends.has(place) && earned(ends.get(place))];
     });
   }, [episode, mode]);
   useLayoutEffect(() => {
