@@ -689,6 +689,7 @@ def make_comparison(folder: Path) -> Comparison:
     arms = []
     for index, label in enumerate(("<img src=x>", "rl.lr=3e-05")):
         members = []
+        tasks = {"easy": 1.0, "<img src=y>": 0.5 - index / 4, "gained": float(index)}
         for seed in range(3):
             attempt = folder / f"{index}-{seed}"
             rows = [{"step": step, "reward": 0.1 * step + index + 0.01 * seed} for step in range(1, 9)]
@@ -697,7 +698,7 @@ def make_comparison(folder: Path) -> Comparison:
                 "X", "words", "rl", "rl", attempt.name, "succeeded", "", "", 1, attempt, "", "", "", 0.0, 1.0,
                 None, {},
             )  # fmt: skip
-            members.append(Member(attempt.name, seed, (stage,), Interval(0.3 + index / 9, 0.2, 0.5), {}))
+            members.append(Member(attempt.name, seed, (stage,), Interval(0.3 + index / 9, 0.2, 0.5), tasks))
         difference = Difference(compare_over_seeds({"b": [0.1, 0.12, 0.11]})["b"], None, 0) if index else None
         arms.append(
             Arm(label, {"rl.lr": index}, tuple(members), Interval(0.3 + index / 9, 0.2, 0.5), difference)
@@ -737,7 +738,11 @@ def test_comparison_page_renders_without_errors(browser: Any, tmp_path: Path) ->
     window = Window(page, build_comparison(make_comparison(tmp_path), tmp_path / "page.html"))
     assert window.errors == [] and len(window.requests) == 1
     sections = [section.get_attribute("id") for section in page.query_selector_all("main > section")]
-    assert sections == ["arms", "curves", "experiments"]
+    assert sections == ["arms", "curves", "tasks", "experiments"]
+    page.get_by_label("Right").select_option("1-2")
+    rows = page.locator("#tasks tbody tr").all_inner_texts()
+    assert rows == ["gained\t0.0%\t100.0%", "<img src=y>\t50.0%\t25.0%", "easy\t100.0%\t100.0%"]
+    assert window.count("#tasks a") == 0  # this file has no episodes
     assert window.painted("rl-reward", 1) > 100 and window.painted("rl-reward", 2) > 100
     assert window.count('[data-chart="differences"] .mark.whisker') == 1
     assert window.count("main img") == 0 and "<img src=x>" in page.locator("main").inner_text()

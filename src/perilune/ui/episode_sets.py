@@ -61,7 +61,7 @@ def read_set(sources: Sequence[EpisodeSource], stage: str, name: str, episode: s
     """Return one set: its groups, the texts of its tokens, and how many of its episodes are included.
 
     Args:
-        episode: read only the group with this episode, which a whole set may leave out as too large.
+        episode: id of an episode or a task: read only its group, which a whole set may leave out.
 
     Raises:
         RequestError: when the stage has no such set.
@@ -76,7 +76,7 @@ def read_set(sources: Sequence[EpisodeSource], stage: str, name: str, episode: s
         if file.path.exists():
             tokenizers = Tokenizers(sources)
             episodes = file.source.attempt.episodes(file.path)
-            groups = {item.group_id for item in episodes if item.episode_id == episode}
+            groups = {item.group_id for item in episodes if episode in (item.episode_id, item.task_id)}
             episodes = [item for item in episodes if item.group_id in groups or not episode]
             vocabulary = tokenizers.find(stage, episodes)
             chosen, _ = embed_groups(file, episodes, vocabulary, SET_BUDGET_CHARACTERS)

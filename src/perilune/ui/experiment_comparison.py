@@ -75,6 +75,7 @@ def comparison_document(comparison: Comparison) -> dict[str, Any]:
     return {
         "title": comparison.title,
         "metric": comparison.metric,
+        "stage": comparison.metric.partition(".")[0],
         "isShare": comparison.is_share,
         "keys": comparison.keys,
         "baseline": comparison.baseline,
@@ -105,7 +106,13 @@ def _arm_document(arm: Arm, is_share: bool) -> dict[str, Any]:
         "settings": format_settings(arm),
         "figure": arm.figure,
         "seeds": [
-            {"seed": run.seed, "experiment": run.experiment, "figure": run.figure, "problem": run.problem}
+            {
+                "seed": run.seed,
+                "experiment": run.experiment,
+                "figure": run.figure,
+                "problem": run.problem,
+                "tasks": run.tasks,
+            }
             for run in arm.members
         ],
         "difference": document,

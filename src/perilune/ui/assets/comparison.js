@@ -77,8 +77,41 @@ function curves() {
   return html`<${Section} id="curves" title="Curves" text=${text}>${[...stages].map(tiles)}<//>`;
 }
 
+// --- the same tasks in two experiments
+const runs = Data.arms.flatMap(arm => arm.seeds.map(one => [arm, one]));
+const MOST_TASKS = 20;
+
+function Tasks() {
+  const options = [...new Map(runs.map(([arm, one]) => [one.experiment, `${arm.label}, seed ${one.seed}`]))];
+  const [left] = useSetting("left", options);
+  const others = options.filter(([id]) => id !== left);
+  const [right] = useSetting("right", others);
+  if (!others.length) return null;
+  const [a, b] = [left, right].map(id => runs.find(([, one]) => one.experiment === id)[1].tasks);
+  const gap = task => Math.abs(a[task] - b[task]);
+  const tasks = Object.keys(a).filter(task => Object.hasOwn(b, task)).sort((one, other) => gap(other) - gap(one));
+  if (!tasks.length && !Data.index) return null;
+  const place = task => ["", Data.stage, "samples", task].map(encodeURIComponent).join("/");
+  const read = (task, text) =>
+    Data.index ? html`<a href="/experiments/${left}?with=${encodeURIComponent(right)}#episodes${task && place(task)}">${text}</a>` : text;
+  const columns = [
+    ["Task", task => read(task, task), "header"],
+    ["Left", task => Format.percent(a[task])],
+    ["Right", task => Format.percent(b[task])],
+  ];
+  const most = `Tasks of stage ${Data.stage} whose pass rates differ most.${Data.index ? " A link shows the episodes of both." : ""}`;
+  const text = tasks.length ? most : `The final figures of the two experiments have no tasks in common.`;
+  return html`<${Section} id="tasks" title="Tasks" text=${text}>
+    <div class="toolbar">
+      <label class="control">Left<${Choice} name="left" label="Left" options=${options} /></label>
+      <label class="control">Right<${Choice} name="right" label="Right" options=${others} /></label>
+      ${Data.index && read("", "Read their episodes side by side")}
+    </div>
+    ${tasks.length > 0 && html`<${Table} columns=${columns} rows=${tasks.slice(0, MOST_TASKS)} caption="Tasks" />`}
+  <//>`;
+}
+
 function experiments() {
-  const rows = Data.arms.flatMap(arm => arm.seeds.map(one => [arm, one]));
   const columns = [
     ["Arm", ([arm]) => arm.label, "header"],
     ["Seed", ([, one]) => Format.integer(one.seed)],
@@ -87,8 +120,8 @@ function experiments() {
   ];
   const text = "The figure of each seed, with its interval over tasks. perilune report EXPERIMENT writes its own page.";
   return html`
-    <${Section} id="experiments" title="Experiments" text=${text}><${Table} columns=${columns} rows=${rows} caption="Experiments" /><//>`;
+    <${Section} id="experiments" title="Experiments" text=${text}><${Table} columns=${columns} rows=${runs} caption="Experiments" /><//>`;
 }
 
-drawPage(hero, arms(), curves(), experiments());
+drawPage(hero, arms(), curves(), html`<${Tasks} />`, experiments());
 finishPage(Data.footer);

@@ -29,10 +29,10 @@ async function embedded(set, stage) {
   return prepared(set, groups, index.vocabularies[stage.vocabulary] || null);
 }
 
-// The episodes of a set from the server, or only those of the group with this episode.
-async function fetched(set, stage, episode) {
+// The episodes of a set from the server, or only those of the group with this episode or task.
+async function fetched(set, stage, episode, base = live.base) {
   const place = ["episodes", stage.stage, set.name].map(encodeURIComponent).join("/");
-  const answer = await fetch(`${live.base}/${place}${episode ? `?episode=${encodeURIComponent(episode)}` : ""}`);
+  const answer = await fetch(`${base}/${place}${episode ? `?episode=${encodeURIComponent(episode)}` : ""}`);
   if (!answer.ok) throw new Error(`the episodes of ${set.label} could not be read`);
   const found = await answer.json();
   if (!episode) Object.assign(set, { total: found.total, embedded: found.embedded });
@@ -42,23 +42,24 @@ async function fetched(set, stage, episode) {
   return episodes;
 }
 
-// One episode, which may be a row of a search result.
+// One episode by its id, or the first at a task. The set may leave it out.
 async function find(set, stage, id) {
-  const among = episodes => episodes.find(one => one.id === id);
+  const among = episodes => episodes.find(one => one.id === id) || episodes.find(one => one.group.task === id);
   return among(await load(set, stage)) || (live && among(await fetched(set, stage, id)));
 }
 
 // Read events from the server until the last one. A new stream of a kind ends the previous one.
 const streams = new Map();
-function listen(kind, path, query, act) {
+function listen(kind, path, query, act, base = live.base) {
   streams.get(kind)?.close();
-  const source = new EventSource(`${live.base}/${path}?${new URLSearchParams(query)}`);
+  const source = new EventSource(`${base}/${path}?${new URLSearchParams(query)}`);
   streams.set(kind, source);
   source.onmessage = event => {
     const found = JSON.parse(event.data);
     if (found.searched === found.of) source.close();
     act(found);
   };
+  return source;
 }
 
 const isStrategy = name => name.startsWith("strategy/");
@@ -366,8 +367,8 @@ function prompt({ prompt: said, rendered }) {
     ${rendered && html`<h4>Prompt as the model saw it</h4><div class="prose" tabindex="0">${rendered}</div>`}`;
 }
 
-// One episode as a card.
-function detail(episode) {
+// One episode as a card; `run` is the experiment that it comes from, if that is another one.
+function detail(episode, run) {
   const { group, set, failure, turns } = episode;
   const place = state.found.findIndex(one => isSame(one, episode));
   const step = (text, by) => {
@@ -385,7 +386,8 @@ function detail(episode) {
     <div class="chart-head">
       <h3>${[set.label, ...names].join(" · ")}</h3>
       <div class="chart-tools">
-        <${Plain} onclick=${() => keep(episode)}>${compare}<//>${place >= 0 && [step("Previous", -1), step("Next", 1)]}
+        ${run ? html`<a class="mono" href="/experiments/${encodeURIComponent(run)}">${run}</a>` : html`<${Plain} onclick=${() => keep(episode)}>${compare}<//>`}
+        ${!run && place >= 0 && [step("Previous", -1), step("Next", 1)]}
       </div>
     </div>
     <${Definitions} pairs=${factsOf(episode)} kind="fields" />
@@ -397,6 +399,32 @@ function detail(episode) {
     <${Spans} spans=${episode.spans} />
     ${figures.length > 0 && html`<h4>Scores and metrics</h4><${Definitions} pairs=${figures} kind="fields" />`}
   </div>`;
+}
+
+// An attempt of another experiment at the task of an episode: in the same stage if possible, at the nearest step, and
+// with the same number among its samples.
+function Twin({ run, episode, stage }) {
+  const [{ twin, status }, tell] = useState({});
+  useEffect(() => {
+    const base = `/experiments/${encodeURIComponent(run)}`;
+    const distance = one => Math.abs(one.step - episode.set.step) + (one.stage === stage ? 0 : 1e12);
+    let [best, isWanted] = [null, true];
+    const say = told => isWanted && tell(told);
+    const read = async ({ attempts, searched, of }) => {
+      for (const one of attempts) if (!best || distance(one) < distance(best)) best = one;
+      if (searched < of) return;
+      if (!best) return say({ status: `${run} has no episode of this task.` });
+      const { id } = best.members[episode.group.members.indexOf(episode)] || best.members[0];
+      const all = await fetched({ ...best }, { stage: best.stage, strategies: [] }, id, base);
+      say({ twin: all.find(one => one.id === id) });
+    };
+    const fail = () => say({ status: `The episodes of ${run} could not be read.` });
+    say({ status: `Searching ${run}.` });
+    const source = listen("twin", "attempts", { task: episode.group.task }, found => read(found).catch(fail), base);
+    source.onerror = () => source.readyState === EventSource.CLOSED && fail();
+    return () => (isWanted = source.close());
+  }, [run, episode]);
+  return twin ? detail(twin, run) : html`<div class="card muted" role="status">${status}</div>`;
 }
 
 const go = (...place) => (location.hash = addressOf(...place));
@@ -513,6 +541,7 @@ function placeBar({ stage, task, sets }) {
     <label class="control" hidden=${isOne}>
       <input type="checkbox" checked=${setting("all") === "true"} onchange=${checkAll} />all steps
     </label>
+    ${live && html`<${Field} name="with" type="search" label="Other experiment" placeholder="beside: ID" class="narrow" />`}
     <label class="control last">Sort<${Choice} name="sort" label="Order" options=${SORTS} /></label>
   </div>`;
 }
@@ -535,19 +564,22 @@ function filterBar() {
 
 function Browser() {
   useUpdates("episodes");
+  const [run] = useSetting("with"); // an experiment whose attempt at the same task stands beside
   const { stage, set, matrix, current, beside } = state;
   if (!stage) return null;
-  const isPaired = beside && beside.episode !== current;
+  const twin = live && run && current && html`<${Twin} run=${run} episode=${current} stage=${stage.stage} />`;
+  const kept = beside && beside.episode !== current && detail(beside.episode);
+  const columns = [kept, reading(current), !kept && twin].filter(Boolean);
   return html`<${Section} id="episodes" title="Episodes" text=${index.lead}>
     ${placeBar(stage)}
     <div class="matrix">
       <${Groups.Matrix} key=${`${stage.stage}/${set}`} episodes=${matrix} current=${current} pick=${pick} />
     </div>
     ${filterBar()}
-    <div class=${isPaired ? "browser paired" : "browser"}>
+    <div class=${columns.length > 1 ? "browser paired" : "browser"}>
       <${List} />
       <div class="detail">
-        ${isPaired ? html`<div>${detail(beside.episode)}</div><div>${reading(current)}</div>` : reading(current)}
+        ${columns.map(column => html`<div>${column}</div>`)}
       </div>
     </div>
   <//>`;

@@ -117,7 +117,9 @@ def _group_attempts(stage: str, sets: Sequence[EpisodeFile], found: Outline) -> 
     members = zip(found.files.tolist(), found.ids.to_pylist(), found.reward.tolist(), strict=True)
     for number, group in groupby(members, key=lambda member: member[0]):
         attempts = [{"id": name, "reward": reward} for _, name, reward in group]
-        yield {"stage": stage, "label": sets[number].label, "step": sets[number].step, "members": attempts}
+        file = sets[number]
+        place = {"stage": stage, "label": file.label, "name": file.path.stem, "step": file.step}
+        yield {**place, "members": attempts}
 
 
 class _ReportTimer:
