@@ -684,6 +684,42 @@ def test_evaluation_is_a_point_and_not_said_to_hold_at_every_step(browser: Any, 
     page.close()
 
 
+def test_best_checkpoint_is_marked_on_the_climb_and_on_curves(
+    window: Window, browser: Any, tmp_path: Path
+) -> None:
+    legend = window.page.locator('[data-chart="climb"] .legend-item', has_text="best")
+    assert legend.inner_text() == "best: after rl"
+    assert window.page.locator('[data-chart="climb"] .swatch.ring').count() == 1
+    made = SyntheticExperiment(tmp_path)
+    for stage, chosen in (("sft", None), ("more", "data/loss")):
+        root = made.begin(stage, "sft", {"checkpoint": "model", "steps": 9, "eval": {"best": chosen}})
+        measured = [(0, 0.1, 3.0), (3, 0.4, 2.0), (6, 0.4, 1.0), (9, 0.2, 2.0)]
+        ends = ("", "/low", "/high")
+        rows = [
+            {"step": step, "loss": 1.0 + step}
+            | {f"eval/heldout/pass@1{end}": rate for end in ends}
+            | {f"eval/data/loss{end}": loss for end in ends}
+            for step, rate, loss in measured
+        ]
+        write_json_lines(root / "artifacts" / "metrics.jsonl", rows)
+    page = browser.new_page()
+    other = Window(page, build_report(made.view(), tmp_path / "report.html"))
+    marks = {
+        key: page.locator(f'[data-chart="{key}"] .legend-item', has_text="best").all_inner_texts()
+        for key in ("sft-held-out", "sft-loss", "more-held-out", "more-loss")
+    }
+    assert marks == {
+        "sft-held-out": ["best: step 3"],  # the earlier of two equals
+        "sft-loss": [],
+        "more-held-out": [],
+        "more-loss": ["best: step 6"],
+    }
+    assert other.painted("sft-held-out", 3) and other.painted("more-held-out", 3)
+    assert other.picture("sft-held-out") != other.picture("more-held-out")  # the ring
+    assert other.errors == []
+    page.close()
+
+
 def make_comparison(folder: Path) -> Comparison:
     """Two arms with curves and three seeds each; the first arm has a hostile label."""
     arms = []

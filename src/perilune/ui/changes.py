@@ -28,13 +28,15 @@ def climb_chart(evaluations: Sequence[Evaluation], comparisons: Sequence[Compari
         y, low, high = zip(*bounds, strict=True)
         other = name != "pass@1"
         look = {"color": _color(name), "points": True, "hollow": other, "dash": other}
+        if not other and len(y) > 1:
+            look["best"] = max(range(len(y)), key=lambda place: y[place] or 0.0)
         series.append({"name": name, "x": list(positions.values()), "y": y, "low": low, "high": high, **look})
     return {
         "kind": "lines",
         "key": "climb",
         "title": "Held-out accuracy at each evaluation",
-        "note": "Lines join each evaluation to that of the checkpoint before. Bars are 95% intervals from "
-        "resampling tasks.",
+        "note": "Lines join each evaluation to that of the checkpoint before. A ring marks the best checkpoint "
+        "by pass@1. Bars are 95% intervals from resampling tasks.",
         "height": 240,
         "edges": [(positions[comparison.before], positions[comparison.after]) for comparison in comparisons],
         "x": {"categories": [evaluation.label for evaluation in evaluations]},

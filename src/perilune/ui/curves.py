@@ -16,7 +16,7 @@ EVALUATION_PREFIXES = ("eval/", "validation_")  # prefixes of columns that only 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Metrics of one stage by step."""
+    """Metrics of one stage by step; `best` is the metric of the best checkpoint, "" without evaluations."""
 
     stage: str
     task: str
@@ -26,6 +26,7 @@ class Training:
     charts: list[CurveChart]
     columns: Columns
     timings: Columns
+    best: str = ""
 
 
 def read_training(stage: str, task: str, description: str, attempt: Attempt) -> Training | None:
@@ -44,7 +45,17 @@ def read_training(stage: str, task: str, description: str, attempt: Attempt) -> 
         charts=select_charts(task, metrics),
         columns=round_columns(kept),
         timings=round_columns(thin_columns(timings, MAX_STEPS)),
+        best=_best_metric(attempt.spec.get("eval"), metrics),
     )
+
+
+def _best_metric(settings: Any, metrics: Columns) -> str:
+    """Return the metric by which a stage chooses its best checkpoint, as `EvaluationSettings.figure`."""
+    keys = settings if isinstance(settings, Mapping) else {}
+    others = keys.get("sets")
+    sets = [f"{name}/pass@1" for name in ("heldout", *(others if isinstance(others, Mapping) else ()))]
+    names = [f"eval/{name}" for name in (keys.get("best"), *sets, "data/loss")]
+    return next((name for name in names if name in metrics), "")
 
 
 def _accumulate(metrics: Columns, timings: Columns) -> Columns:

@@ -42,8 +42,8 @@ function hideTooltip() {
 }
 addEventListener("scroll", hideTooltip, { passive: true, capture: true });
 
-function swatch({ color, hollow, dash }) {
-  const kind = hollow ? "swatch hollow" : dash ? "swatch dashed" : "swatch";
+function swatch({ color, hollow, dash, ring }) {
+  const kind = ring ? "swatch ring" : hollow ? "swatch hollow" : dash ? "swatch dashed" : "swatch";
   return color !== undefined && html`<i class=${kind} style=${{ "--swatch": `var(--c${color})` }} />`;
 }
 
@@ -344,7 +344,7 @@ function drawLabels(u, series, format) {
   }
 }
 
-/* lines(spec): series {name, x, y, low?, high?, color, dash?, points?, area?}.
+/* lines(spec): series {name, x, y, low?, high?, color, dash?, points?, area?, best?: the point to mark as the best}.
    low and high are whiskers, or with `area` the edges of a filled area.
    edges: with categories, the pairs of places that a line joins; by default each and the next.
    x: {label, categories?, format?}; y: {format, tick, zero, domain, log: offer a log scale?}.
@@ -378,22 +378,35 @@ function lines(spec, isLog, smoothing) {
     ];
   }
 
+  const isVisible = (u, value) => value >= u.scales.x.min && value <= u.scales.x.max;
+
   function whiskers(u, { x: at, low, high, color }, shift) {
-    const isShown = place => isNumber(low[place]) && at[place] >= u.scales.x.min && at[place] <= u.scales.x.max;
+    const isShown = place => isNumber(low[place]) && isVisible(u, at[place]);
     const found = [...at.keys()].filter(isShown).map(place => [low, high].map(values => [at[place] + shift, values[place]]));
     stroke(u, `c${color}`, 1.5, found);
   }
 
+  function ring(u, { x: at, y: values, best, color }, shift) {
+    const path = new Path2D();
+    path.arc(u.valToPos(at[best] + shift, "x", true), u.valToPos(values[best], "y", true), 9 * devicePixelRatio, 0, 7);
+    Object.assign(u.ctx, { strokeStyle: ink(`c${color}`), lineWidth: 1.5 * devicePixelRatio });
+    u.ctx.stroke(path);
+  }
+
+  const marked = series.filter(one => one.best >= 0);
+  const nameOf = ({ best, x: at }) => categories?.[at[best]] ?? `${x.name} ${x.format(at[best])}`;
+  const bests = marked.map(({ color, ...one }) => ({ name: `best: ${nameOf(one)}`, color, ring: true }));
   // Intervals of the same category stand side by side.
   const shiftOf = index => (categories ? (index - (series.length - 1) / 2) * 0.02 * categories.length : 0);
   const hidden = series.flatMap(one => one.y).filter(value => isNumber(value) && value <= 0).length;
   return {
-    spec: { ...spec, x },
+    spec: { ...spec, x, legend: marked.length > 0 && [...series, ...bests] },
     series,
     columns: series.flatMap((one, index) => columnsOf(one, shiftOf(index))),
     notes: isLog && hidden > 0 && html`<small>${hidden} values at or below 0 are not on this scale</small>`,
     draw: [
       u => series.forEach((one, index) => one.low && !one.area && whiskers(u, one, shiftOf(index))),
+      u => marked.forEach(one => isVisible(u, one.x[one.best]) && ring(u, one, shiftOf(series.indexOf(one)))),
       u => spec.valueLabels && drawLabels(u, series, format),
     ],
     pad: categories && [0.35, spec.valueLabels ? 0.6 : 0.35],

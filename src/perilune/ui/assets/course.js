@@ -37,8 +37,10 @@ function seriesOf(training, names, axis) {
     // Evaluations are rare, so their line also crosses the steps without one.
     const places = [...column.keys()].filter(place => isPresent(column[place]));
     const at = values => values && places.map(place => values[place]);
-    const [low, high] = [at(columns[`${key}/low`]), at(columns[`${key}/high`])];
-    return { name, x: at(x), y: at(column), low, high, color, points: true };
+    const [low, high, y] = [at(columns[`${key}/low`]), at(columns[`${key}/high`]), at(column)];
+    const extreme = /(loss|nll)$/.test(key) ? Math.min : Math.max;
+    const best = key === training.best && y.length > 1 ? y.indexOf(extreme(...y)) : undefined;
+    return { name, x: at(x), y, low, high, color, points: true, best };
   });
 }
 

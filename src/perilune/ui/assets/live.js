@@ -59,9 +59,9 @@ async function readAgain() {
     const { training, ...rest } = await answer.json();
     Object.assign(Data, rest);
     for (const one of Data.training) {
-      const charts = training.find(fresh => fresh.stage === one.stage)?.charts || one.charts;
+      const { charts, best } = training.find(fresh => fresh.stage === one.stage) || one;
       if (JSON.stringify(charts) === JSON.stringify(one.charts)) continue;
-      one.charts = charts;
+      Object.assign(one, { charts, best });
       redraw(`steps ${one.stage}`);
     }
     redraw("document");
