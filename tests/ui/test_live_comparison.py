@@ -1,7 +1,9 @@
-"""Two experiments of one home side by side: the comparison page, and the attempts of both at one task."""
+"""Finished experiments of one home: two side by side, and the signatures of their results."""
 
+import json
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -9,6 +11,11 @@ import pytest
 from browser_cases import needs_browser
 from live_home import SCRIPT, environment, pages
 from test_live_page import open_page, until
+
+from perilune.bundle.envelope import read_public_key
+from perilune.ui.attempt import Attempt
+from perilune.ui.provenance import stage_facts
+from perilune.ui.view import view_folder
 
 pytestmark = needs_browser
 
@@ -23,13 +30,18 @@ stages:
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     (folder / "judged.yaml").write_text(RECIPE)
     for changes in (["judge.max_tokens=4"], ["judge.max_tokens=6"], ["name=other", "seed=1"]):
         command = [SCRIPT, "run", "judged.yaml", *(text for change in changes for text in ("--set", change))]
         subprocess.run(command, cwd=folder, env=environment(folder / "home"), check=True, capture_output=True)
-    with pages(folder / "home") as address:
+    return folder / "home"
+
+
+@pytest.fixture(scope="module")
+def url(home: Path) -> Iterator[str]:
+    with pages(home) as address:
         yield address
 
 
@@ -66,3 +78,43 @@ def test_other_experiment_without_the_task_is_named(browser: Any, url: str) -> N
     page.locator(".detail [role=status]", has_text="other has no episode of this task.").wait_for()
     assert errors == []
     page.close()
+
+
+def test_provenance_names_the_key_that_signed_a_result(browser: Any, home: Path, url: str) -> None:
+    page, errors = open_page(browser, f"{url}/experiments/judged#provenance", "#provenance table")
+    cell = page.locator("#provenance table td .mono").last
+
+    def said() -> str:
+        page.reload()
+        page.wait_for_selector("#provenance table")
+        return str(cell.get_attribute("title"))
+
+    key = read_public_key(home / "keys" / "controller.pub").keyid
+    assert cell.inner_text() == f"key {key[:16]}"
+    assert said() == f"key {key}"
+    run = page.locator("#provenance table td .mono").first.inner_text()
+    envelope = home / "runs" / run / "attestations" / "1" / "result.json"
+    signed = envelope.read_text()
+    other = next(path for path in home.glob("runs/*/attestations/1/result.json") if path != envelope)
+    envelope.write_text(other.read_text())
+    assert said() == f"not valid: it is about another attempt ({other.parents[2].name}/1)"
+    document = json.loads(signed)
+    envelope.write_text(json.dumps(document | {"payload": document["payload"].swapcase()}))
+    assert said().startswith("not valid: ")
+    envelope.unlink()
+    assert said() == "not signed"
+    envelope.write_text(signed)
+    assert errors == []
+    page.close()
+
+
+def test_report_of_an_export_names_the_key(home: Path, tmp_path: Path) -> None:
+    run = next(home.glob("runs/*"))
+    command = [SCRIPT, "export", run.name, "--out", str(tmp_path / "export")]
+    subprocess.run(command, env=environment(home), check=True, capture_output=True)
+    view = view_folder(tmp_path / "export" / "bundle")
+    attempt = Attempt(view.stages[0].attempt_dir)
+    key = read_public_key(home / "keys" / "controller.pub").keyid
+    assert ("Signed result", f"key {key}") in stage_facts(view.stages[0], attempt)
+    (tmp_path / "export" / "attestations" / "result.json").unlink()
+    assert ("Signed result", "not signed") in stage_facts(view.stages[0], attempt)

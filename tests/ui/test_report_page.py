@@ -112,10 +112,10 @@ def test_front_end_assets_stay_small() -> None:
     folder = files("perilune.ui") / "assets"
     own = [file.read_bytes() for file in folder.iterdir() if file.is_file()]
     assert len(own) > 10
-    assert sum(map(len, own)) < 152_000
+    assert sum(map(len, own)) < 156_000
     vendored = [(folder / "vendor" / name).read_bytes() for name in VENDORED]
     assert sum(map(len, vendored)) < 150_000
-    assert sum(len(gzip.compress(asset)) for asset in [*own, *vendored]) < 91_500
+    assert sum(len(gzip.compress(asset)) for asset in [*own, *vendored]) < 93_000
 
 
 def test_no_script_of_ours_parses_html_or_text_as_code() -> None:

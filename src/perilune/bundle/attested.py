@@ -83,7 +83,7 @@ def attestation_problems(evidence: Evidence) -> Iterator[str]:
         yield f"{evidence.submitted.name} {error.what}"
     invocation, subjects = None, None
     try:
-        invocation, subjects = _read_result_statement(evidence)
+        invocation, subjects = read_result_statement(evidence)
         yield from _check_run(evidence.result, invocation.partition("/")[0], run)
     except SignatureError as error:
         yield f"{evidence.result.name} {error.what}"
@@ -133,8 +133,12 @@ def _read_bundle_statement(evidence: Evidence) -> tuple[str, str]:
         return str(predicate["bundleDigest"]), str(predicate["run"])
 
 
-def _read_result_statement(evidence: Evidence) -> tuple[str, list[Subject]]:
-    """Return the attempt of a result as RUN/NUMBER, and its files."""
+def read_result_statement(evidence: Evidence) -> tuple[str, list[Subject]]:
+    """Return the attempt of a result as RUN/NUMBER, and its files.
+
+    Raises:
+        SignatureError: when the statement is damaged, or not signed with the key.
+    """
     with _require_fields(evidence.result):
         statement = read_statement(evidence.result, evidence.key, RESULT_PREDICATE)
         subjects = [

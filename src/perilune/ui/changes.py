@@ -35,8 +35,8 @@ def climb_chart(evaluations: Sequence[Evaluation], comparisons: Sequence[Compari
         "kind": "lines",
         "key": "climb",
         "title": "Held-out accuracy at each evaluation",
-        "note": "Lines join each evaluation to that of the checkpoint before. A ring marks the best checkpoint "
-        "by pass@1. Bars are 95% intervals from resampling tasks.",
+        "note": "Lines join each evaluation to that of the checkpoint before. A ring marks the best pass@1. "
+        "Bars are 95% intervals from resampling tasks.",
         "height": 240,
         "edges": [(positions[comparison.before], positions[comparison.after]) for comparison in comparisons],
         "x": {"categories": [evaluation.label for evaluation in evaluations]},

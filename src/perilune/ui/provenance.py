@@ -9,6 +9,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from perilune.bundle.attested import Evidence, read_result_statement
+from perilune.bundle.envelope import PUBLIC, read_public_key
+from perilune.errors import RequestError
 from perilune.ui.attempt import Attempt
 from perilune.ui.view import ExperimentView, StageView
 
@@ -161,9 +164,33 @@ def stage_facts(stage: StageView, attempt: Attempt) -> Pairs:
     ]
     manifest = attempt.verdict.get("manifest_digest")
     facts.append(("Manifest digest", str(manifest) if manifest else ""))
+    if manifest and attempt.root is not None:
+        facts.append(("Signed result", _describe_signature(attempt.root.resolve())))
     if attempt.verdict.get("message"):
         facts.append(("Verdict", str(attempt.verdict["message"])))
     return [(name, value) for name, value in facts if value]
+
+
+def _describe_signature(root: Path) -> str:
+    """Return which key signed the result of an attempt, in a home or in a folder of `perilune export`.
+
+    Checks the signature and which attempt it is about, not the files.
+    """
+    evidence, attempt = Evidence.from_export(root.parent, root.parent / PUBLIC), None
+    if root.parent.name == "attempts" and root.name.isdigit() and len(root.parents) > 3:
+        from perilune.control.evidence.attestation import evidence_paths
+        from perilune.control.record.home import Home
+
+        run = root.parents[1].name
+        evidence, attempt = evidence_paths(Home(root.parents[3]), run, int(root.name)), f"{run}/{root.name}"
+    if not evidence.result.exists():
+        return "not signed"
+    try:
+        about, _ = read_result_statement(evidence)
+        key = read_public_key(evidence.key).keyid
+    except RequestError as error:
+        return f"not valid: {error.what}"
+    return f"key {key}" if attempt in (None, about) else f"not valid: it is about another attempt ({about})"
 
 
 def format_document(document: Mapping[str, Any]) -> str:

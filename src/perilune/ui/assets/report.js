@@ -48,6 +48,12 @@ const run = ({ name, task, facts, summary, spec, log }) => html`<${Block} title=
   ${log && titled("End of the log", html`<pre tabindex="0">${log}</pre>`)}
 <//>`;
 
+// Which key signed the result of a run, shortened.
+function signature({ facts }) {
+  const said = facts.find(([name]) => name === "Signed result")?.[1] || "–";
+  return mono(said.replace(/^(key .{16}).*/, "$1"), said);
+}
+
 function Provenance() {
   const columns = [
     ["Stage", row => [row.name, small(row.task)], "header"],
@@ -55,6 +61,7 @@ function Provenance() {
     ["State", row => [state(row), row.cause && small(row.cause)], "text"],
     ["Attempts", row => Format.integer(row.attempts)],
     ["Bundle digest", row => mono(row.digest?.slice(0, 16) || "–", row.digest), "text"],
+    ["Signed result", signature, "text"],
     ["Time", row => Format.seconds(row.seconds)],
   ];
   const { commands, recipe, machine, machine_name: name, ...source } = Data.provenance;
