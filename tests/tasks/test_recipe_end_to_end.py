@@ -178,6 +178,7 @@ def test_timings_are_stored_apart_from_metrics(story: Story) -> None:
     for row in rows:
         assert {"sampling", "scoring", "learning", "other", "processor", "tokens_per_second"} <= row.keys()
         assert min(row.values()) >= 0 and row["processor"] > 0
+        assert row["prefix_hits"] <= 1
 
 
 def test_rl_summary(story: Story) -> None:

@@ -312,6 +312,8 @@ def test_rl_with_several_turns_players_and_failed_episodes(tmp_path: Path) -> No
     """All checks of a step are on: sampler against learner, masks, weights, and packing."""
     environment = {**TALK, "players": 2, "raises": [*"abcdefghijklmnop"]}
     bundle = run_task(tmp_path / "rl", "rl", environment=environment, steps=3, samples=6, max_tokens=80)
+    timings = read_json_lines(bundle / "artifacts" / "timings.jsonl")
+    assert all(0.1 < row["prefix_hits"] < 0.9 for row in timings)  # later turns find the earlier ones
     rows = episodes(bundle)
     assert (rows["failure"] != "").any() and rows["group_id"].str.endswith("/p1").any()
     lines = metrics(bundle)

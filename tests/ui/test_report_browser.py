@@ -17,7 +17,7 @@ from perilune.control.queries.lookup import StageStatus
 from perilune.data.episode import Episode
 from perilune.data.episodes_file import read_episodes, write_episodes
 from perilune.data.spans import Span
-from perilune.files import write_json_lines
+from perilune.files import read_json_lines, write_json_lines
 from perilune.metrics.across_seeds import compare_over_seeds
 from perilune.metrics.bootstrap import Interval
 from perilune.ui.experiment_comparison import build_comparison
@@ -717,6 +717,22 @@ def test_best_checkpoint_is_marked_on_the_climb_and_on_curves(
     assert other.painted("sft-held-out", 3) and other.painted("more-held-out", 3)
     assert other.picture("sft-held-out") != other.picture("more-held-out")  # the ring
     assert other.errors == []
+    page.close()
+
+
+def test_time_of_steps_shows_cache_hits_and_sizes_of_weight_updates(browser: Any, tmp_path: Path) -> None:
+    made = SyntheticExperiment(tmp_path)
+    timings = made.rl(steps=4, prompts=1) / "artifacts" / "timings.jsonl"
+    rows = list(read_json_lines(timings))
+    write_json_lines(timings, [row | {"prefix_hits": 0.25, "weights_bytes": 2.5e6} for row in rows])
+    made.rl(steps=4, prompts=1, name="other")
+    page = browser.new_page()
+    window = Window(page, build_report(made.view(), tmp_path / "report.html"))
+    keys = ("rl-prefix-hits", "rl-weights", "other-prefix-hits", "other-weights")
+    legends = [page.locator(f'[data-chart="{key}"] .legend-item').all_inner_texts() for key in keys]
+    assert legends == [["prompt tokens in the cache\n25.0%"], ["last update\n2.5 MB"], [], []]
+    assert window.painted("rl-prefix-hits", 4) > 20 and window.painted("rl-weights", 6) > 20
+    assert window.errors == []
     page.close()
 
 

@@ -8,6 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from perilune.rollout.dynamic_sampling import play_until_live
 from perilune.rollout.groups import Groups
 from perilune.rollout.timing import Stopwatch
@@ -65,6 +68,7 @@ class GroupSampler(GroupSource):
 
     def __init__(self, spec: RLSpec, player: Player, rollouts: RolloutWorker, memory: dict[str, Any]) -> None:
         self._spec, self._player = spec, player
+        self._counted = self._count_prompt_tokens()
         self._tasks = TaskSampler(spec.curriculum, player, memory)
         self._process_rewards = ProcessRewards(
             spec.process_rewards, player.policy.decoder, rollouts, spec, spec.token_budget
@@ -77,6 +81,7 @@ class GroupSampler(GroupSource):
     def sample(self, step: int, watch: Stopwatch) -> Groups:
         """Sample the groups of a step; replace dead groups if the algorithm does so."""
         spec, player = self._spec, self._player
+        self._counted = self._count_prompt_tokens()
         auxiliary = spec.auxiliary_rewards
         drawn_tasks: list[DrawnTask] = []
 
@@ -96,3 +101,13 @@ class GroupSampler(GroupSource):
         groups = play_until_live(play, spec.prompts, spec.algorithm.refills)
         self._tasks.check(groups, step)
         return self._tasks.observe(drawn_tasks, groups)
+
+    def timings(self) -> Mapping[str, float]:
+        """Return the share of the last step's prompt tokens that the engine's prefix cache had."""
+        cached, computed = self._count_prompt_tokens() - self._counted
+        return {"prefix_hits": float(cached / (cached + computed))} if cached + computed else {}
+
+    def _count_prompt_tokens(self) -> NDArray[np.int64]:
+        """Return the prompt tokens since the engine was created: found in its prefix cache, and computed."""
+        counters = self._player.engine.counters
+        return np.array([counters.cached_tokens, counters.prompt_tokens])

@@ -140,17 +140,23 @@ function stepCharts({ stage, task, timings }) {
     y: CLOCK,
     series: parts.map(([name, color]) => ({ name, values: timings[name], color })),
   };
-  const throughput = {
-    key: `${stage}-throughput`,
-    title: `Tokens per second: ${stage}`,
-    x: AXIS.step,
-    y: { format: Format.integer },
-    showLegend: true,
-    smooth: true,
-    group: `training-${stage}`,
-    series: [{ name: task === "rl" ? "sampled tokens/s" : "tokens/s", x: step, y: rates, color: 3 }],
-  };
-  return [...(parts.length ? [Charts.bars(times)] : []), ...(isUsed(rates) ? [Charts.lines(throughput)] : [])];
+  const line = ([key, title, name, color, y, values]) =>
+    Charts.lines({
+      key: `${stage}-${key}`,
+      title: `${title}: ${stage}`,
+      x: AXIS.step,
+      y,
+      showLegend: true,
+      smooth: true,
+      group: `training-${stage}`,
+      series: [{ name, x: step, y: values, color }],
+    });
+  const curves = [
+    ["throughput", "Tokens per second", task === "rl" ? "sampled tokens/s" : "tokens/s", 3, { format: Format.integer }, rates],
+    ["prefix-hits", "Prefix cache", "prompt tokens in the cache", 4, PERCENT, timings.prefix_hits],
+    ["weights", "Size of a weight update", "last update", 6, { format: Format.bytes }, timings.weights_bytes],
+  ];
+  return [...(parts.length ? [Charts.bars(times)] : []), ...curves.filter(curve => isUsed(last(curve))).map(line)];
 }
 
 function Time() {
