@@ -736,6 +736,34 @@ def test_time_of_steps_shows_cache_hits_and_sizes_of_weight_updates(browser: Any
     page.close()
 
 
+def test_lengths_by_policy_age_are_charted_for_stale_answers(browser: Any, tmp_path: Path) -> None:
+    made = SyntheticExperiment(tmp_path)
+    for stage in ("rl", "fresh"):
+        root = made.rl(steps=2, prompts=1, name=stage)
+        metrics = root / "artifacts" / "metrics.jsonl"
+        write_json_lines(metrics, [row | {"staleness": 1.0} for row in read_json_lines(metrics)])
+    lengths: dict[int, list[int]] = {0: [], 3: []}
+    for path in sorted((tmp_path / "runs" / "01SYNTHETICRL").rglob("step-*.parquet")):
+        episodes = read_episodes(path)
+        for index, one in enumerate(episodes):
+            versions = np.full(len(one.token_ids), 5, np.int32)
+            age = 3 * (index % 4 == 0)
+            versions[: len(versions) // 2 + 1] -= age  # the weights changed while it was sampled
+            lengths[age].append(len(versions))
+            episodes[index] = replace(one, policy_version=versions)
+        write_episodes(path, episodes)
+    page = browser.new_page()
+    window = Window(page, build_report(made.view(), tmp_path / "report.html"))
+    assert window.count('[data-chart="ages-fresh"]') == 0  # all answers of a step have the same age
+    assert window.painted("ages-rl", 4) > 500
+    for place, (age, found) in zip(("Home", "End"), lengths.items(), strict=True):
+        told = window.press("ages-rl", place)
+        mean = sum(found) / len(found)
+        assert told.split("\n") == [f"{age} updates, {len(found)} answers", "mean tokens", f"{mean:.4g}"]
+    assert window.errors == []
+    page.close()
+
+
 def make_comparison(folder: Path) -> Comparison:
     """Two arms with curves and three seeds each; the first arm has a hostile label."""
     arms = []

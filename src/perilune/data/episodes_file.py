@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from perilune.data.arrow import select_rows, to_number_arrays, to_table
 from perilune.data.episode import Episode
@@ -184,6 +185,22 @@ def read_scores(path: Path) -> list[EpisodeScore]:
         raise RequestError("no column 'task_id', 'reward' or 'token_ids'", where=str(path))
     tokens = [len(ids) for ids in table["token_ids"]]
     return list(map(EpisodeScore, table["task_id"].to_pylist(), table["reward"].to_pylist(), tokens))
+
+
+def read_versions(path: Path) -> NDArray[np.int64]:
+    """Return (version of the first sampled token, newest version, number of sampled tokens) of each episode.
+
+    Episodes without a sampled token are left out. The shape is [N, 3].
+
+    Raises:
+        RequestError: when the file is missing, is not a Parquet file, or lacks the column.
+    """
+    table = read_columns(path, ["policy_version"])
+    if not table.num_columns:
+        raise RequestError("no column 'policy_version'", where=str(path))
+    rows = [row[row >= 0] for row in (item.values.to_numpy() for item in table["policy_version"])]
+    found = [(row[0], row.max(), len(row)) for row in rows if len(row)]
+    return np.array(found, np.int64).reshape(-1, 3)
 
 
 def read_columns(path: Path, columns: list[str] | None = None) -> pa.Table:

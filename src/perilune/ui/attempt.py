@@ -11,9 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from perilune.bundle.digest import BUNDLE_FILE
 from perilune.data.episode import Episode
-from perilune.data.episodes_file import EpisodeScore, read_episodes, read_scores
+from perilune.data.episodes_file import EpisodeScore, read_episodes, read_scores, read_versions
 from perilune.errors import RequestError
 from perilune.execution.log import log_tail
 from perilune.files import finite_number, read_json, read_json_lines
@@ -182,6 +185,11 @@ class Attempt:
 
     def scores(self, path: Path) -> list[EpisodeScore]:
         return self._unless_damaged(lambda: read_scores(path)) or []
+
+    def versions(self, path: Path) -> NDArray[np.int64]:
+        """Return the policy versions of the episodes in one of its files, as `read_versions`."""
+        found = self._unless_damaged(lambda: read_versions(path))
+        return np.zeros((0, 3), np.int64) if found is None else found
 
     def rows(self, path: Path) -> list[Mapping[str, Any]]:
         """Return the complete lines of one of its JSON Lines files."""

@@ -13,6 +13,7 @@ from perilune.metrics.forgetting import ForgettingRow, forgetting_rows
 from perilune.metrics.held_out import curve_notes
 from perilune.metrics.lineage import find_parent_evaluation
 from perilune.plural import plural
+from perilune.ui.ages import age_chart
 from perilune.ui.attempt import Attempt
 from perilune.ui.changes import climb_chart, contribution_charts, difference_charts, select_measures
 from perilune.ui.curves import Training, read_training, sum_by_part
@@ -158,6 +159,7 @@ def collect_report(view: ExperimentView, *, embed: bool = True) -> ReportData:
             *pass_at_k_charts(evaluations),
             *pass_rate_charts(evaluations),
             *_objective_charts(pairs),
+            *_present(age_chart(stage.name, attempt) for stage, attempt in pairs),
         ],
         lengths=length_charts([(evaluation.label, attempt) for evaluation, attempt in evaluated]),
         hardest=find_hardest_tasks(evaluated),
