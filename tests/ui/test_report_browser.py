@@ -741,13 +741,13 @@ def test_lengths_by_policy_age_are_charted_for_stale_answers(browser: Any, tmp_p
     for stage in ("rl", "fresh"):
         root = made.rl(steps=2, prompts=1, name=stage)
         metrics = root / "artifacts" / "metrics.jsonl"
-        write_json_lines(metrics, [row | {"staleness": 1.0} for row in read_json_lines(metrics)])
+        write_json_lines(metrics, [row | {"staleness_max": 3.0} for row in read_json_lines(metrics)])
     lengths: dict[int, list[int]] = {0: [], 3: []}
     for path in sorted((tmp_path / "runs" / "01SYNTHETICRL").rglob("step-*.parquet")):
         episodes = read_episodes(path)
         for index, one in enumerate(episodes):
             versions = np.full(len(one.token_ids), 5, np.int32)
-            age = 3 * (index % 4 == 0)
+            age = 3 if index % 4 == 0 else 0
             versions[: len(versions) // 2 + 1] -= age  # the weights changed while it was sampled
             lengths[age].append(len(versions))
             episodes[index] = replace(one, policy_version=versions)

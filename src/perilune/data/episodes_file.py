@@ -188,9 +188,9 @@ def read_scores(path: Path) -> list[EpisodeScore]:
 
 
 def read_versions(path: Path) -> NDArray[np.int64]:
-    """Return (version of the first sampled token, newest version, number of sampled tokens) of each episode.
+    """Return (policy version of the first sampled token, sampled tokens) of each episode, as [N, 2].
 
-    Episodes without a sampled token are left out. The shape is [N, 3].
+    Episodes without a sampled token are left out.
 
     Raises:
         RequestError: when the file is missing, is not a Parquet file, or lacks the column.
@@ -199,8 +199,7 @@ def read_versions(path: Path) -> NDArray[np.int64]:
     if not table.num_columns:
         raise RequestError("no column 'policy_version'", where=str(path))
     rows = [row[row >= 0] for row in (item.values.to_numpy() for item in table["policy_version"])]
-    found = [(row[0], row.max(), len(row)) for row in rows if len(row)]
-    return np.array(found, np.int64).reshape(-1, 3)
+    return np.array([(row[0], len(row)) for row in rows if len(row)], np.int64).reshape(-1, 2)
 
 
 def read_columns(path: Path, columns: list[str] | None = None) -> pa.Table:

@@ -5,28 +5,34 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from perilune.files import finite_number
+from perilune.plural import plural
 from perilune.ui.attempt import Attempt
 from perilune.ui.curves import even_places
 from perilune.ui.figures import MAX_BINS, Figure
 
-MAX_FILES = 16  # steps to read
+MAX_STEPS = 16  # steps whose episodes are read
 
 
 def age_chart(stage: str, attempt: Attempt) -> Figure | None:
-    """Return the mean length by age; None if the sampled answers of no step differ in age.
+    """Return the mean length by age; None if all answers have the same age.
 
-    The age of an answer is the number of weight updates from the version of its first sampled token to the
-    newest version of its step.
+    The age of an answer is the number of weight updates between sampling its first token and training on it.
     """
-    if not any(attempt.metrics.get("staleness", ())):
+    steps, staleness = (attempt.metrics.get(name, ()) for name in ("step", "staleness_max"))
+    oldest = dict(zip(steps, map(finite_number, staleness), strict=False))
+    kept = [step for step in attempt.episode_steps if oldest.get(step) is not None]
+    if not any(oldest[step] for step in kept):
         return None
-    files = attempt.episode_files
-    found = [attempt.versions(files[place]) for place in even_places(len(files), MAX_FILES)]
-    read = [rows for rows in found if len(rows)]
-    ages = [rows[:, 1].max() - rows[:, 0] for rows in read]
-    if not any(age.any() for age in ages):
+    ages, lengths = [], []
+    for step in [kept[place] for place in even_places(len(kept), MAX_STEPS)]:
+        versions, tokens = attempt.versions(attempt.episodes_path(step)).T
+        if len(versions):
+            ages.append(np.maximum(0, round(oldest[step] or 0) - (versions - versions.min())))
+            lengths.append(tokens)
+    if not ages or not np.ptp(np.concatenate(ages)):
         return None
-    return _draw_chart(stage, len(read), np.concatenate(ages), np.concatenate([rows[:, 2] for rows in read]))
+    return _draw_chart(stage, len(ages), np.concatenate(ages), np.concatenate(lengths))
 
 
 def _draw_chart(stage: str, steps: int, ages: NDArray[np.int64], lengths: NDArray[np.int64]) -> Figure:
@@ -34,17 +40,15 @@ def _draw_chart(stage: str, steps: int, ages: NDArray[np.int64], lengths: NDArra
     counts = np.bincount(ages // width)
     means = np.bincount(ages // width, lengths) / np.maximum(counts, 1)
     known = np.flatnonzero(counts)
-    names = [
-        f"{f'{index * width} to {index * width + width - 1}' if width > 1 else index} updates, "
-        f"{counts[index]:,} answers"
-        for index in known.tolist()
-    ]
+    lows = (known * width).tolist()
+    bins = [f"{low} to {low + width - 1} updates" if width > 1 else plural(low, "update") for low in lows]
+    names = [f"{bin_}, {plural(count, 'answer')}" for bin_, count in zip(bins, counts[known], strict=True)]
     return {
         "kind": "bars",
         "key": f"ages-{stage}",
         "title": f"Length by policy age: {stage}",
-        "note": f"Mean sampled tokens of the answers of {steps} steps, by the weight updates between their "
-        "first token and the newest token of the step. An answer that takes long to sample is older.",
+        "note": f"Mean sampled tokens of the answers of {steps} steps, by the weight updates between sampling"
+        " their first token and training on it. An answer that takes long to sample is older.",
         "x": {
             "label": "updates",
             "as": "integer",

@@ -189,7 +189,7 @@ class Attempt:
     def versions(self, path: Path) -> NDArray[np.int64]:
         """Return the policy versions of the episodes in one of its files, as `read_versions`."""
         found = self._unless_damaged(lambda: read_versions(path))
-        return np.zeros((0, 3), np.int64) if found is None else found
+        return np.zeros((0, 2), np.int64) if found is None else found
 
     def rows(self, path: Path) -> list[Mapping[str, Any]]:
         """Return the complete lines of one of its JSON Lines files."""
