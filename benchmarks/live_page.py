@@ -172,7 +172,7 @@ def opened(browser: Any, url: str) -> float:
 
 
 SEARCH = """([text]) => new Promise((resolve) => {
-  const field = document.querySelector('#episodes input[type="search"]');
+  const field = document.querySelector('#episodes input[aria-label="Search"]');
   const before = performance.now();
   field.value = text;
   field.dispatchEvent(new Event("input"));
@@ -257,6 +257,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
     options = f"--seconds {arguments.seconds:g} --steps {arguments.steps} --pairs {arguments.pairs}"
     document = {
@@ -266,7 +267,7 @@ def main() -> None:
         **measure(arguments.seconds, arguments.steps, arguments.pairs),
         "machine": describe_machine(),
     }
-    RESULT.write_text(json.dumps(document, indent=1) + "\n")
+    arguments.out.write_text(json.dumps(document, indent=1) + "\n")
     print(
         json.dumps(
             {
