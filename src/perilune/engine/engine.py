@@ -238,7 +238,7 @@ class Engine:
                 the cache can hold, an unknown adapter, or stop texts without a tokenizer.
         """
         self._limits.check(request, "request")
-        if request.inputs is not None and not isinstance(self._runner, TorchRunner):
+        if request.inputs is not None and not getattr(self._runner, "takes_inputs", False):
             raise RequestError(
                 f"{type(self._runner).__name__} cannot take input embeddings",
                 where="request",

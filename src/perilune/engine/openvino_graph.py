@@ -41,12 +41,16 @@ class PagedGraph:
     Its inputs are `STEP_INPUTS`, then `blocks.I` int32[B] and `block_begins.I` int32[S + 1] for each window,
     then `keys.L` and `values.L` for each layer. Its output is logits float32[R, V].
 
+    Args:
+        takes_inputs: whether the first input is `inputs` float32[N, d], the inputs of the first layer,
+            instead of tokens. A second output is then the last hidden states float32[R, d].
+
     Raises:
         RequestError: when OpenVINO cannot convert the decoder.
     """
 
-    def __init__(self, config: DecoderConfig) -> None:
-        ov = import_openvino()
+    def __init__(self, config: DecoderConfig, *, takes_inputs: bool = False) -> None:
+        import_openvino()
         from openvino.frontend.pytorch import ConversionExtension
 
         if reason := _unsupported_reason(config):
@@ -56,19 +60,11 @@ class PagedGraph:
         self._named_weights = list(_named_weights(traced))
         tables = [f"{name}.{index}" for index in range(len(config.distinct_windows)) for name in _TABLES]
         caches = [f"{name}.{layer}" for layer in range(config.num_layers) for name in _CACHES]
-        names = [*STEP_INPUTS, *tables, *caches, *self._named_weights]
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # OpenVINO needs torch.jit.trace, which is deprecated
-                script = torch.jit.trace(  # type: ignore[no-untyped-call]
-                    _make_step(traced, names), _example_inputs(traced, names), check_trace=False
-                )
-            convert = ConversionExtension(_PLACEHOLDER, lambda node: [_paged_attention(node, config)])
-            self._model = ov.convert_model(script, extension=[convert])
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise conversion_error(str(error).strip().partition("\n")[0]) from error
-        for port, name in zip(self._model.inputs, names, strict=True):
-            port.get_tensor().set_names({name})
+        first = ["inputs" if takes_inputs else "token_ids"]
+        names = [*first, *STEP_INPUTS[1:], *tables, *caches, *self._named_weights]
+        convert = ConversionExtension(_PLACEHOLDER, lambda node: [_paged_attention(node, config)])
+        step, examples = _make_step(traced, names), _example_inputs(traced, names)
+        self._model = convert_function(step, examples, names, [convert])
 
     def with_weights(self, decoder: Decoder, kind: WeightKind) -> Any:
         """Return an `openvino.Model` with a copy of the current weights of `decoder`.
@@ -98,9 +94,35 @@ _TABLES, _CACHES = ("blocks", "block_begins"), ("keys", "values")
 
 
 @lru_cache(maxsize=4)
-def paged_graph(config: DecoderConfig) -> PagedGraph:
+def paged_graph(config: DecoderConfig, *, takes_inputs: bool = False) -> PagedGraph:
     """Return the graph of `config`, converted once."""
-    return PagedGraph(config)
+    return PagedGraph(config, takes_inputs=takes_inputs)
+
+
+def convert_function(
+    function: Callable[..., Any],
+    examples: Sequence[Tensor],
+    names: Sequence[str],
+    extensions: Sequence[Any] = (),
+) -> Any:
+    """Return the `openvino.Model` of a function of tensors, whose inputs have these names.
+
+    Sizes of the examples may vary between calls if `function` reads them from shapes.
+
+    Raises:
+        RequestError: when OpenVINO is missing or cannot convert the function.
+    """
+    ov = import_openvino()
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # OpenVINO needs torch.jit.trace, which is deprecated
+            script = torch.jit.trace(function, tuple(examples), check_trace=False)  # type: ignore[no-untyped-call]
+        model = ov.convert_model(script, extension=list(extensions) or None)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise conversion_error(str(error).strip().partition("\n")[0]) from error
+    for port, name in zip(model.inputs, names, strict=True):
+        port.get_tensor().set_names({name})
+    return model
 
 
 def conversion_error(reason: str) -> RequestError:
@@ -177,11 +199,11 @@ def _head_normed_attentions(decoder: Decoder) -> Iterator[tuple[str, SelfAttenti
             yield name, module
 
 
-def _make_step(decoder: Decoder, names: Sequence[str]) -> Callable[..., Tensor]:
+def _make_step(decoder: Decoder, names: Sequence[str]) -> Callable[..., Any]:
     """Return the function to trace: logits from inputs in the order of `names`."""
     config = decoder.config
 
-    def step(*inputs: Tensor) -> Tensor:
+    def step(*inputs: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         given = dict(zip(names, inputs, strict=True))
         _set_weights(decoder, given)
 
@@ -195,16 +217,14 @@ def _make_step(decoder: Decoder, names: Sequence[str]) -> Callable[..., Tensor]:
             out: Tensor = placeholder(*flat, *caches, *tables, given["longest"], layer.window or 0)
             return out
 
-        hidden = decoder(given["token_ids"], given["positions"], attention)
-        return decoder.logits(hidden.index_select(0, given["logit_rows"]))
+        embedded, positions = given.get("inputs"), given["positions"]
+        hidden = decoder(given.get("token_ids", positions), positions, attention, inputs=embedded)
+        hidden = hidden.index_select(0, given["logit_rows"])
+        logits = decoder.logits(hidden)
+        return logits if embedded is None else (logits, hidden)
 
     _define_placeholder()
-
-    def without_gradients(*inputs: Tensor) -> Tensor:
-        with torch.no_grad():
-            return step(*inputs)
-
-    return without_gradients
+    return step
 
 
 def _example_inputs(decoder: Decoder, names: Sequence[str]) -> tuple[Tensor, ...]:
@@ -212,6 +232,7 @@ def _example_inputs(decoder: Decoder, names: Sequence[str]) -> tuple[Tensor, ...
     config, weights = decoder.config, _named_weights(decoder)
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         **dict.fromkeys(("token_ids", "positions"), ((5,), torch.int64)),
+        "inputs": ((5, config.hidden_size), torch.float32),
         "logit_rows": ((2,), torch.int64),
         "past": ((3,), torch.int32),
         "begins": ((4,), torch.int32),

@@ -1,6 +1,7 @@
 """The optional package openvino, and the devices that it finds."""
 
 import sys
+from functools import cache
 from typing import Any
 
 from perilune.errors import RequestError
@@ -23,10 +24,24 @@ def import_openvino() -> Any:
     return package
 
 
+def openvino_core() -> Any:
+    """Return the process's `openvino.Core`, whose compiled models can share device memory.
+
+    Raises:
+        RequestError: when openvino is not installed.
+    """
+    return _create_core(import_openvino())
+
+
+@cache
+def _create_core(package: Any) -> Any:
+    return package.Core()
+
+
 def list_devices() -> list[str]:
     """Return the devices of this machine, such as CPU, GPU.0 and NPU.
 
     Raises:
         RequestError: when openvino is not installed.
     """
-    return list(import_openvino().Core().available_devices)
+    return list(openvino_core().available_devices)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from perilune.engine.blocks import Blocks
 from perilune.engine.openvino_graph import STEP_INPUTS, WeightKind, conversion_error, paged_graph
-from perilune.engine.openvino_package import import_openvino, list_devices
+from perilune.engine.openvino_package import import_openvino, list_devices, openvino_core
 from perilune.engine.step import StepBatch
 from perilune.errors import RequestError
 from perilune.models.decoder import Decoder
@@ -77,6 +77,32 @@ class OpenVino:
             }
         return properties
 
+    def compile(self, model: Any) -> Any:
+        """Compile an `openvino.Model` for the device.
+
+        Raises:
+            RequestError: when the device cannot compute it, or not in the precision of these settings.
+        """
+        try:
+            compiled = openvino_core().compile_model(model, self.resolved_device, self.properties)
+            found = compiled.get_property("INFERENCE_PRECISION_HINT").to_string()
+        except RuntimeError as error:
+            raise self.device_error(error) from None
+        names = {kind: name for name, kind in _TYPES.items()}
+        if (used := names.get(found, found)) != self.precision:  # OpenVINO may choose another
+            raise RequestError(
+                f"OpenVINO's device {self.resolved_device} computes in {used} instead of {self.precision}",
+                remedy=f"set the precision to {used}",
+            )
+        return compiled
+
+    def device_error(self, error: RuntimeError) -> RequestError:
+        """Return the error for a failure of the device, with the last line of its message."""
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        found = ", ".join(list_devices())
+        reason = f"{lines[-1] if lines else error} (device {self.device}; this machine has {found})"
+        return conversion_error(reason)
+
     def __call__(self, decoder: Decoder | TransformersModel, num_blocks: Sequence[int]) -> OpenVinoRunner:
         return OpenVinoRunner(decoder, num_blocks, self)
 
@@ -95,14 +121,16 @@ class OpenVinoRunner:
             in the precision of the settings.
     """
 
+    takes_inputs = False
+
     def __init__(
         self, decoder: Decoder | TransformersModel, num_blocks: Sequence[int], settings: OpenVino
     ) -> None:
         if isinstance(decoder, TransformersModel):
             raise conversion_error("Perilune's decoder does not implement it, transformers does")
-        self._core, self._settings = import_openvino().Core(), settings
+        self._core, self._settings = openvino_core(), settings
         config = self._config = decoder.config
-        self._graph = paged_graph(config)
+        self._graph = paged_graph(config, takes_inputs=self.takes_inputs)
         self._table_of = [
             config.distinct_windows.index(config.window(layer)) for layer in range(config.num_layers)
         ]
@@ -116,32 +144,10 @@ class OpenVinoRunner:
 
     def load_weights(self, decoder: Decoder) -> None:
         self._request = self._compiled = None  # free their memory before compiling
-        model = self._graph.with_weights(decoder, self._settings.weights)
-        try:
-            self._compiled = self._core.compile_model(
-                model, self._settings.resolved_device, self._settings.properties
-            )
-            self._check_precision()
-        except RuntimeError as error:
-            raise self._device_error(error) from None
+        self._compiled = self._settings.compile(self._graph.with_weights(decoder, self._settings.weights))
         self._request = self._compiled.create_infer_request()
         for name, cache in self._caches.items():
             self._request.set_tensor(name, cache)
-
-    def _check_precision(self) -> None:
-        """Check that the device computes in the precision of the settings; OpenVINO may choose another.
-
-        Raises:
-            RequestError: when it computes in another.
-        """
-        asked, found = self._settings.precision, self._compiled.get_property("INFERENCE_PRECISION_HINT")
-        names = {kind: name for name, kind in _TYPES.items()}
-        used = names.get(found.to_string(), found.to_string())
-        if used != asked:
-            raise RequestError(
-                f"OpenVINO's device {self._settings.resolved_device} computes in {used} instead of {asked}",
-                remedy=f"set the precision to {used}",
-            )
 
     def _allocate(self, num_blocks: Sequence[int]) -> None:
         """Create the KV cache in the layout that the device requires."""
@@ -162,6 +168,9 @@ class OpenVinoRunner:
         self.clear()
 
     def run(self, batch: StepBatch) -> Tensor:
+        return self._compute_logits(batch)
+
+    def _compute_logits(self, batch: StepBatch) -> Tensor:
         request, ov = self._request, import_openvino()
         for name, array in self._inputs(batch).items():
             request.set_tensor(name, ov.Tensor(array))
@@ -218,22 +227,15 @@ class OpenVinoRunner:
             tables = np.ones((len(self._config.distinct_windows), 1, 1), dtype=np.int32)
             bounds, last = np.array([0, end - start]), np.array([end - start - 1])
             batch = StepBatch(tokens[start:end], np.arange(start, end), bounds, 0, tables, last)
-            return self.run(batch)
+            return self._compute_logits(batch)
 
         try:
             expected = step(0, _PROBE)
             step(0, 3)
             resumed = step(3, _PROBE)
         except RuntimeError as error:
-            raise self._device_error(error) from None
+            raise self._settings.device_error(error) from None
         if not (expected - resumed).abs().max() <= 0.05 * expected.abs().max():
             device = self._settings.resolved_device
             raise conversion_error(f"{device} does not keep keys and values between steps")
         self.clear()
-
-    def _device_error(self, error: RuntimeError) -> RequestError:
-        """Return the error for a failure of the device, with the last line of its message."""
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        found = ", ".join(self._core.available_devices)
-        reason = f"{lines[-1] if lines else error} (device {self._settings.device}; this machine has {found})"
-        return conversion_error(reason)

@@ -161,7 +161,7 @@ class Request:
             its beginning is kept. SentencePiece tokenizers drop this space at the beginning of a text.
         inputs: inputs of the decoder, which replace the embeddings of the tokens. The input of a token must
             be known before the step that computes it. Such a request has one sample and shares no prefix.
-            Only `TorchRunner` supports it.
+            Only runners with `takes_inputs` support it.
     """
 
     token_ids: list[int]

@@ -149,7 +149,12 @@ class TorchRunner:
         cache_dtype: dtype of keys and values; by default the decoder's, or bfloat16 with bfloat16 weights.
         cache: the cache of another runner to share.
         weights: how matrices are stored; by default products have the decoder's precision.
+
+    Attributes:
+        takes_inputs: whether the runner supports `Request.inputs`.
     """
+
+    takes_inputs = True
 
     def __init__(
         self,
@@ -169,7 +174,8 @@ class TorchRunner:
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> Tensor:
         count, hidden = len(batch.token_ids), self.hidden_states(batch)
-        _deliver_hidden_states(batch, hidden)
+        if batch.inputs is not None:
+            deliver_hidden_states(batch, hidden[self._tensor(batch.logit_rows)])
         needed = len(batch.logit_rows)
         if needed == count == batch.decodes:
             return self.decoder.logits(hidden)[:count].float()
@@ -187,12 +193,10 @@ class TorchRunner:
         attention = self._attention(batch, rows)
         if self._adapted is not None:
             self._adapted.select_rows(batch)
+        token_ids = self._tensor(tokens)
+        inputs = None if batch.inputs is None else embed_inputs(self.decoder, batch, token_ids)
         hidden: Tensor = self.decoder(
-            self._tensor(tokens),
-            self._tensor(positions),
-            attention,
-            self._recorder(batch, rows),
-            self._inputs(batch, tokens),
+            token_ids, self._tensor(positions), attention, self._recorder(batch, rows), inputs
         )
         return hidden
 
@@ -224,18 +228,6 @@ class TorchRunner:
         blocks, offsets = slot_mapping(batch, rows, self._device)
         return self.cache.make_recorder(list(blocks), offsets)
 
-    def _inputs(self, batch: StepBatch, tokens: NDArray[np.int64]) -> Tensor | None:
-        """Return the decoder's inputs float[N, d] if some sequences have input embeddings, otherwise None."""
-        if batch.inputs is None:
-            return None
-        x = self.decoder.embed(self._tensor(tokens))
-        bounds, positions = batch.cu_seqlens.tolist(), batch.positions
-        for inputs, start, stop in zip(batch.inputs, bounds, bounds[1:], strict=False):
-            if inputs is not None:
-                first = int(positions[start])
-                x[start:stop] = inputs.rows(first, first + stop - start)
-        return x
-
     def record_routes(self) -> RouteStore:
         return self.cache.record_routes(self.decoder.config)
 
@@ -258,15 +250,24 @@ class TorchRunner:
         return torch.from_numpy(array).to(self._device)
 
 
-def _deliver_hidden_states(batch: StepBatch, hidden: Tensor) -> None:
-    """Pass hidden states to requests with input embeddings, before their tokens are drawn."""
-    if batch.inputs is None:
-        return
-    sequences = np.searchsorted(batch.cu_seqlens, batch.logit_rows, side="right") - 1
-    for sequence, row in zip(sequences.tolist(), batch.logit_rows.tolist(), strict=True):
-        inputs = batch.inputs[sequence]
+def embed_inputs(decoder: Decoder, batch: StepBatch, token_ids: Tensor) -> Tensor:
+    """Return the inputs float[N, d] of `decoder`: the rows of `batch.inputs`, or the embeddings of tokens."""
+    x = decoder.embed(token_ids)
+    bounds, positions = batch.cu_seqlens.tolist(), batch.positions
+    for inputs, start, stop in zip(batch.inputs or (), bounds, bounds[1:], strict=False):
         if inputs is not None:
-            inputs.receive_hidden_state(hidden[row].clone())
+            first = int(positions[start])
+            x[start:stop] = inputs.rows(first, first + stop - start)
+    return x
+
+
+def deliver_hidden_states(batch: StepBatch, hidden: Tensor) -> None:
+    """Pass hidden states float[R, d] to requests with input embeddings, before their tokens are drawn."""
+    sequences = np.searchsorted(batch.cu_seqlens, batch.logit_rows, side="right") - 1
+    for sequence, state in zip(sequences.tolist(), hidden, strict=True):
+        inputs = batch.inputs[sequence] if batch.inputs else None
+        if inputs is not None:
+            inputs.receive_hidden_state(state.clone())
 
 
 def _pad_row_count(count: int) -> int:

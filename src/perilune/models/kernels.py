@@ -31,12 +31,17 @@ HAS_ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-cal
 
 def is_native(x: Tensor, row: int = LANES) -> bool:
     """Return whether the C kernels can compute `x` with rows of `row` elements."""
-    return x.dtype == torch.float32 and x.device.type == "cpu" and row % LANES == 0 and ops.is_available()
+    return row % LANES == 0 and _is_on_cpu(x) and ops.is_available()
 
 
 def is_exact(x: Tensor) -> bool:
     """Return whether operations on `x` give a row the same bits in every batch."""
-    return x.dtype == torch.float32 and x.device.type == "cpu" and (HAS_ONEDNN or ops.is_available())
+    return _is_on_cpu(x) and (HAS_ONEDNN or ops.is_available())
+
+
+def _is_on_cpu(x: Tensor) -> bool:
+    """Return whether `x` is float32 on a CPU and not traced: a trace records only torch's operations."""
+    return x.dtype == torch.float32 and x.device.type == "cpu" and not torch.jit.is_tracing()
 
 
 def uses_triton(x: Tensor) -> bool:

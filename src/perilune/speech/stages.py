@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from perilune.engine.request import Request
 from perilune.engine.runner import TorchRunner
 from perilune.engine.step import StepBatch
 from perilune.models.attention import AttentionLayer, attend, round_up_columns
-from perilune.speech.codec import CodecDecoder
+from perilune.speech.config import CodecConfig, SpeechConfig
 from perilune.speech.pipeline import Stage
 from perilune.speech.sampling import SpeechSampling, sample_codes
 from perilune.speech.stream import FrameInputs, SpeechDelta, SpeechStream, SpeechTimes
@@ -21,8 +22,22 @@ from perilune.speech.streaming import CodecState
 from perilune.speech.talker import Talker
 
 Clock = Callable[[], float]
+NextLogits = Callable[[Tensor, int], Tensor]
+"""Logits float[B, codes] of a code, given its number, from inputs float[B, N, d] of N new positions."""
 
 _MAX_DECODER_BATCH = 64  # utterances in a batch of the codec decoder
+
+
+class Codec(Protocol):
+    """The codec decoder, or a graph of it."""
+
+    @property
+    def config(self) -> CodecConfig: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def __call__(self, codes: Tensor, state: CodecState) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +71,17 @@ class TalkerRunner(TorchRunner):
 
     def __init__(self, talker: Talker, num_blocks: Sequence[int]) -> None:
         super().__init__(talker.decoder, num_blocks)
-        config = talker.config
-        tokens = torch.arange(config.talker.vocab_size, device=self._device)
-        self._forbidden = (tokens >= config.codec.codebook_size) & (tokens != config.marks.eos)
+        self._forbidden = forbidden_tokens(talker.config).to(self._device)
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> Tensor:
         return super().run(batch).masked_fill_(self._forbidden, -torch.inf)
+
+
+def forbidden_tokens(config: SpeechConfig) -> Tensor:
+    """bool[V], true for the tokens that the talker must not draw."""
+    tokens = torch.arange(config.talker.vocab_size)
+    return (tokens >= config.codec.codebook_size) & (tokens != config.marks.eos)
 
 
 class TalkerStage(Stage[SpeechStream]):
@@ -75,7 +94,7 @@ class TalkerStage(Stage[SpeechStream]):
         open: returns the number of utterances in progress, for `SpeechTimes.streams`.
     """
 
-    def __init__(self, engine: Engine, codec: CodecDecoder, clock: Clock) -> None:
+    def __init__(self, engine: Engine, codec: Codec, clock: Clock) -> None:
         super().__init__()
         self._engine, self._codec, self._clock = engine, codec, clock
         self.open: Callable[[], int] = lambda: len(self.queue)
@@ -109,11 +128,16 @@ class PredictorStage(Stage[Frame]):
     """Draws the other codes of each frame, one code of all frames at a time.
 
     Frames are due at once, because the talker needs them for its next step.
+
+    Args:
+        begin: returns the computation of a batch of B frames.
     """
 
-    def __init__(self, talker: Talker, sampling: SpeechSampling) -> None:
+    def __init__(
+        self, talker: Talker, begin: Callable[[int], NextLogits], sampling: SpeechSampling
+    ) -> None:
         super().__init__()
-        self._talker, self._sampling = talker, sampling
+        self._talker, self._begin, self._sampling = talker, begin, sampling
 
     def deadline(self) -> float | None:
         return float("-inf") if self.queue else None
@@ -134,22 +158,18 @@ class PredictorStage(Stage[Frame]):
 
     def _complete(self, frames: Sequence[Frame]) -> Tensor:
         """Return the codes int64[B, Q] of all frames."""
-        talker, predictor = self._talker, self._talker.predictor
+        talker = self._talker
         hidden = torch.stack([frame.stream.inputs.hidden for frame in frames])  # type: ignore[misc]
         first = torch.tensor([frame.first for frame in frames], device=hidden.device)
-        groups, count = talker.config.code_groups, len(frames)
-        cache = FrameAttention(talker, count, hidden)
+        groups, next_logits = talker.config.code_groups, self._begin(len(frames))
         draws = _random_numbers(frames, groups - 1)
         inputs = torch.stack([hidden, talker.embed_codec(first)], dim=1)
         codes = [first]
         for code in range(1, groups):
-            new = inputs.shape[1]
-            positions = torch.arange(cache.length, cache.length + new, device=hidden.device).repeat(count)
-            out = predictor.hidden(inputs.flatten(0, 1), positions, cache).view(count, new, -1)[:, -1]
-            cache.length += new
-            codes.append(sample_codes(predictor.out[code - 1](out), draws[:, code - 1], self._sampling))
+            logits = next_logits(inputs, code)
+            codes.append(sample_codes(logits, draws[:, code - 1], self._sampling))
             if code + 1 < groups:
-                inputs = predictor.embeddings[code - 1](codes[-1])[:, None]
+                inputs = talker.predictor.embeddings[code - 1](codes[-1])[:, None]
         return torch.stack(codes, dim=1)
 
 
@@ -162,6 +182,20 @@ def _random_numbers(frames: Sequence[Frame], codes: int) -> np.ndarray:
     return uniforms(keys, first[:, None] + np.arange(codes))
 
 
+def begin_frames(talker: Talker, frames: int) -> NextLogits:
+    """Return the code predictor's computation of B frames."""
+    predictor, cache = talker.predictor, FrameAttention(talker, frames)
+
+    def next_logits(inputs: Tensor, code: int) -> Tensor:
+        new = inputs.shape[1]
+        positions = torch.arange(cache.length, cache.length + new, device=inputs.device).repeat(frames)
+        out = predictor.hidden(inputs.flatten(0, 1), positions, cache).view(frames, new, -1)[:, -1]
+        cache.length += new
+        return predictor.out[code - 1](out)
+
+    return next_logits
+
+
 class FrameAttention:
     """Attention of B frames at the same position, with their keys and values.
 
@@ -169,10 +203,12 @@ class FrameAttention:
         length: number of positions of each frame so far.
     """
 
-    def __init__(self, talker: Talker, frames: int, like: Tensor) -> None:
+    def __init__(self, talker: Talker, frames: int) -> None:
         config = talker.config.predictor
         shape = frames, config.num_kv_heads, round_up_columns(talker.config.code_groups), config.head_dim
-        self._cache = [[like.new_zeros(shape) for _ in range(2)] for _ in range(config.num_layers)]
+        self._cache = [
+            [torch.zeros(shape, device=talker.device) for _ in range(2)] for _ in range(config.num_layers)
+        ]
         self.length = 0
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
@@ -200,7 +236,7 @@ class DecoderStage(Stage[SpeechStream]):
     codes and its samples are truncated. The queue has utterances with frames to decode or an end to report.
     """
 
-    def __init__(self, codec: CodecDecoder, clock: Clock, chunks: ChunkSizes) -> None:
+    def __init__(self, codec: Codec, clock: Clock, chunks: ChunkSizes) -> None:
         super().__init__()
         self._codec, self._clock, self._chunks = codec, clock, chunks
 

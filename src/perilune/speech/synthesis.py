@@ -3,18 +3,31 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
 
 from perilune.engine.engine import Engine
+from perilune.engine.openvino_runner import OpenVino
 from perilune.engine.request import Request
 from perilune.errors import RequestError
 from perilune.speech.folder import SpeechModel
+from perilune.speech.openvino import OpenVinoCodec, OpenVinoPredictor, OpenVinoTalker
 from perilune.speech.pipeline import Pipeline
 from perilune.speech.prompt import Utterance, embed_utterance
-from perilune.speech.stages import ChunkSizes, Clock, DecoderStage, PredictorStage, TalkerRunner, TalkerStage
+from perilune.speech.stages import (
+    ChunkSizes,
+    Clock,
+    Codec,
+    DecoderStage,
+    PredictorStage,
+    TalkerRunner,
+    TalkerStage,
+    begin_frames,
+)
 from perilune.speech.stream import FrameInputs, Samples, SpeechDelta
 
 _CHARACTERS_PER_POSITION = 4  # maximum, checked before tokenization; speech takes most of the positions
@@ -26,7 +39,11 @@ class Speaker:
     Args:
         slots: maximum number of utterances that run at a time; others wait.
         cache_tokens: size of the talker's KV cache in positions of all utterances.
+        openvino: settings with which OpenVINO computes the three stages, instead of torch.
         clock: returns seconds, for deadlines and measured times.
+
+    Raises:
+        RequestError: when OpenVINO is missing, or cannot compute the model on its device.
 
     Attributes:
         pipeline: takes the requests that `request` makes.
@@ -41,22 +58,28 @@ class Speaker:
         slots: int = 16,
         cache_tokens: int | None = None,
         chunks: ChunkSizes | None = None,
+        openvino: OpenVino | None = None,
         clock: Clock = perf_counter,
     ) -> None:
         self.config, self.sampling = model.config, model.sampling
-        self._tokenizer, self._talker = model.tokenizer, model.talker.frozen()
-        codec = model.codec.frozen()
-        self.engine = Engine(
-            self._talker.decoder,
-            slots=slots,
-            cache_tokens=cache_tokens,
-            runner=lambda _, num_blocks: TalkerRunner(self._talker, num_blocks),
-        )
+        self._tokenizer = model.tokenizer
+        runner: Any
+        codec: Codec
+        if openvino is None:
+            self._talker, codec = model.talker.frozen(), model.codec.frozen()
+            runner = lambda _, num_blocks: TalkerRunner(self._talker, num_blocks)
+            begin = partial(begin_frames, self._talker)
+        else:
+            self._talker, codec = model.talker, OpenVinoCodec(model.codec, openvino)
+            runner = OpenVinoTalker(self._talker, openvino)
+            begin = OpenVinoPredictor(self._talker.predictor, openvino).begin
+        self.engine = Engine(self._talker.decoder, slots=slots, cache_tokens=cache_tokens, runner=runner)
         talker = TalkerStage(self.engine, codec, clock)
+        predictor = PredictorStage(self._talker, begin, self.sampling)
         decoder = DecoderStage(codec, clock, chunks or ChunkSizes())
         talker.open = lambda: len(talker.queue.keys() | decoder.queue.keys())
         self.open = talker.open
-        self.pipeline = Pipeline(self.engine, [talker, PredictorStage(self._talker, self.sampling), decoder])
+        self.pipeline = Pipeline(self.engine, [talker, predictor, decoder])
 
     @torch.inference_mode()
     def request(self, utterance: Utterance, seed: int) -> Request:
