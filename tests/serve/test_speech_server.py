@@ -8,6 +8,7 @@ import wave
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -140,6 +141,16 @@ def test_client_disconnect_frees_its_utterance(server: Served) -> None:
     assert at_rest["speech_streams"] == 0
 
 
+@pytest.mark.skipif(find_spec("openvino") is None, reason="no OpenVINO: pip install openvino")
+def test_openvino_speech_server_sends_the_same_audio(folder: Path) -> None:
+    expected = Speaker(load_speech_model(folder)).say([Utterance(TEXTS[0], "ada")], seed=3)[0]
+    with served(folder, "--backend", "openvino") as server, server.http() as http:
+        answer = http.post("/v1/audio/speech", json=body(TEXTS[0]))
+    samples = np.frombuffer(answer.content, np.int16)
+    assert samples.shape == expected.shape
+    assert np.abs(samples - expected * 32767).max() < 2
+
+
 def test_speech_page_loads_only_its_own_files(server: Served) -> None:
     with server.http() as http:
         page = http.get("/")
@@ -160,7 +171,7 @@ def test_speech_server_refuses_options_of_text_models(folder: Path) -> None:
     for option, changed in (
         ("--weight-updates", replace(settings, weight_updates=True)),
         ("--speculate", replace(settings, speculate="lookup")),
-        ("--backend", replace(settings, backend="openvino")),
+        ("--dtype", replace(settings, backend="openvino", dtype="bfloat16")),
     ):
         with pytest.raises(RequestError) as refused:
             serve(changed, print)

@@ -39,9 +39,14 @@ def is_exact(x: Tensor) -> bool:
     return _is_on_cpu(x) and (HAS_ONEDNN or ops.is_available())
 
 
+def is_tracing() -> bool:
+    """Return whether `torch.jit.trace` records the operations."""
+    return torch._C._is_tracing()
+
+
 def _is_on_cpu(x: Tensor) -> bool:
     """Return whether `x` is float32 on a CPU and not traced: a trace records only torch's operations."""
-    return x.dtype == torch.float32 and x.device.type == "cpu" and not torch.jit.is_tracing()
+    return x.dtype == torch.float32 and x.device.type == "cpu" and not is_tracing()
 
 
 def uses_triton(x: Tensor) -> bool:

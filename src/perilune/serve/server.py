@@ -163,7 +163,6 @@ def _make_speech_service(settings: Settings) -> tuple[SpeechService, list[APIRou
         "--offload-memory": settings.offload_memory or settings.offload_disk,
         "--weight-updates": settings.weight_updates,
         "--control": settings.control,
-        "--backend": settings.backend != "native",
         "--speculate": settings.speculate not in {"auto", "off"},
         "--draft": settings.draft,
         "--embeddings": settings.embeddings != "off",
@@ -174,7 +173,12 @@ def _make_speech_service(settings: Settings) -> tuple[SpeechService, list[APIRou
     if option is not None:
         raise RequestError("does not apply to a speech model", where=option, remedy="leave it out")
     model = load_speech_model(settings.checkpoint).to(_select_device(settings))
-    speaker = Speaker(model, slots=settings.slots, cache_tokens=settings.cache_tokens or None)
+    speaker = Speaker(
+        model,
+        slots=settings.slots,
+        cache_tokens=settings.cache_tokens or None,
+        openvino=_openvino_settings(settings),
+    )
     speaker.warm_up()
     service = SpeechService(settings.name, speaker, settings.slots + settings.max_queue)
     return service, [speech_routes(service)]

@@ -8,7 +8,7 @@ B utterances or streams, T frames, Q codes of a frame, d hidden size of the talk
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perilune.engine.openvino_graph import convert_function
+from perilune.engine.openvino_graph import conversion_error, convert_function
 from perilune.engine.openvino_package import import_openvino
 from perilune.engine.openvino_runner import OpenVino, OpenVinoRunner
 from perilune.engine.runner import deliver_hidden_states, embed_inputs
@@ -26,7 +26,7 @@ from perilune.engine.step import StepBatch
 from perilune.models.attention import AttentionLayer
 from perilune.models.decoder import Decoder
 from perilune.speech.codec import CodecDecoder
-from perilune.speech.stages import NextLogits, forbidden_tokens
+from perilune.speech.stages import NextLogits, begin_frames, forbidden_tokens
 from perilune.speech.streaming import CodecState
 from perilune.speech.talker import CodePredictor, Talker
 
@@ -43,7 +43,7 @@ class OpenVinoTalker:
         return self.settings.block_size
 
     def __call__(self, decoder: Decoder, num_blocks: Sequence[int]) -> OpenVinoTalkerRunner:
-        return OpenVinoTalkerRunner(self.talker, num_blocks, self.settings)
+        return OpenVinoTalkerRunner(self.talker, decoder, num_blocks, self.settings)
 
 
 class OpenVinoTalkerRunner(OpenVinoRunner):
@@ -51,9 +51,11 @@ class OpenVinoTalkerRunner(OpenVinoRunner):
 
     takes_inputs = True
 
-    def __init__(self, talker: Talker, num_blocks: Sequence[int], settings: OpenVino) -> None:
+    def __init__(
+        self, talker: Talker, decoder: Decoder, num_blocks: Sequence[int], settings: OpenVino
+    ) -> None:
         self._forbidden = forbidden_tokens(talker.config)
-        super().__init__(talker.decoder, num_blocks, settings)
+        super().__init__(decoder, num_blocks, settings)
 
     def load_weights(self, decoder: Decoder) -> None:
         self._decoder = decoder
@@ -78,60 +80,71 @@ class OpenVinoPredictor:
         RequestError: when OpenVINO cannot convert or compute it.
     """
 
-    def __init__(self, predictor: CodePredictor, settings: OpenVino) -> None:
-        predictor = deepcopy(predictor).requires_grad_(False)
-        config = predictor.decoder.config
-        self._cache_shape = (2 * config.num_layers, 0, config.num_kv_heads, config.head_dim)
-        caches = torch.zeros(2 * config.num_layers, 2, 3, config.num_kv_heads, config.head_dim)
-        inputs = torch.zeros(2, 2, predictor.embeddings[0].embedding_dim)  # type: ignore[arg-type]
-        examples = (inputs, caches, torch.zeros(1, dtype=torch.int64))
-        model = convert_function(_make_predictor_step(predictor), examples, _PREDICTOR_INPUTS)
+    def __init__(self, talker: Talker, settings: OpenVino) -> None:
+        predictor, config = deepcopy(talker.predictor).requires_grad_(False), talker.config.predictor
+        groups = talker.config.code_groups
+        self._shape = (2 * config.num_layers, groups, config.num_kv_heads, config.head_dim)
+        inputs = torch.zeros(2, 2, talker.config.talker.hidden_size)
+        examples = inputs, torch.tensor([0]), torch.from_numpy(self._empty_cache(2))
+        model = convert_function(_make_predictor_step(predictor, groups), examples, _STEP)
         self._request = settings.compile(model).create_infer_request()
+        with torch.no_grad():
+            rows = talker.embed_codec(torch.arange(4)).view(2, 2, -1)
+            codes = zip(range(1, groups), (rows, rows[:, 1:]), strict=False)
+            ours, graph = begin_frames(talker, 2), self.begin(2)
+            _check(settings, "code predictor", ((ours(x, i), graph(x, i)) for i, x in codes))
+
+    def _empty_cache(self, frames: int) -> NDArray[np.float32]:
+        layers, *rest = self._shape
+        return np.zeros((layers, frames, *rest), np.float32)
 
     def begin(self, frames: int) -> NextLogits:
-        layers, *rest = self._cache_shape
-        caches = np.zeros((layers, frames, *rest), np.float32)
+        """Return the computation of a batch of B frames."""
+        cache, before = self._empty_cache(frames), 0
 
         def next_logits(inputs: Tensor, code: int) -> Tensor:
-            nonlocal caches
-            head = np.array([code - 1])
-            logits, caches = _infer(self._request, _PREDICTOR_INPUTS, inputs.numpy(), caches, head)
+            nonlocal cache, before
+            logits, cache = _infer(self._request, _STEP, inputs.numpy(), np.array([before]), cache)
+            before += inputs.shape[1]
             return torch.from_numpy(logits)
 
         return next_logits
 
 
-_PREDICTOR_INPUTS = ("inputs", "caches", "head")
+_STEP = ("inputs", "before", "cache")
 
 
-def _make_predictor_step(predictor: CodePredictor) -> Any:
-    """Return the function to trace.
+def _make_predictor_step(predictor: CodePredictor, groups: int) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return the function to trace: the logits after N new positions of B frames.
 
-    From the inputs float[B, N, d] of N new positions, the keys and values float[2 L, B, P, KV, D] of the
-    earlier positions, and the index int64[1] of a head, it computes logits float[B, codes] and the keys and
-    values of all positions.
+    Its inputs are float[B, N, d], the int64[1] number of earlier positions, and the keys and values
+    float[2 L, B, Q, KV, D] of the last Q positions, of which the earliest may not exist yet. Sizes other than
+    B and N are constant, because OpenVINO is slow to change them. Its outputs are logits float[B, codes] of
+    the next code, and the new keys and values.
     """
     heads = torch.stack([head.weight for head in predictor.heads])  # type: ignore[misc]
     config = predictor.decoder.config
     kv_heads, size = config.num_kv_heads, config.head_dim
 
-    def step(inputs: Tensor, caches: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
-        (frames, new, _), before = inputs.shape, caches.shape[2]
-        positions = torch.arange(before, before + new)
-        hidden = torch.arange(before + new) > positions[:, None]
+    def step(inputs: Tensor, before: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        frames, new, _ = inputs.shape
+        positions = before + torch.arange(new)
+        columns = positions[-1:] + torch.arange(1 - groups, 1)
+        hidden = (columns < 0) | (columns > positions[:, None])
         extended: list[Tensor] = []
 
         def attention(q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
-            for cache, x in zip(caches[2 * layer.index : 2 * layer.index + 2], (k, v), strict=True):
-                extended.append(torch.cat([cache, x.view(frames, new, kv_heads, size)], dim=1))
-            keys, values = (cache.transpose(1, 2)[:, :, None] for cache in extended[-2:])
+            for i, x in enumerate((k, v)):
+                joined = torch.cat([cache[2 * layer.index + i], x.view(frames, new, kv_heads, size)], dim=1)
+                extended.append(joined[:, new:])
+            keys, values = (part.transpose(1, 2)[:, :, None] for part in extended[-2:])
             q = q.view(frames, new, kv_heads, -1, size).permute(0, 2, 3, 1, 4) * size**-0.5
             weights = (q @ keys.transpose(3, 4)).masked_fill(hidden, -torch.inf).softmax(-1)
-            return (weights @ values).permute(0, 3, 1, 2, 4).reshape(q.shape[0] * new, -1, size)
+            return (weights @ values).permute(0, 3, 1, 2, 4).reshape(-1, config.num_heads, size)
 
         out = predictor.hidden(inputs.flatten(0, 1), positions.repeat(frames), attention)
-        out = out.view(frames, new, -1)[:, -1]
-        return out @ heads.index_select(0, head)[0].t(), torch.stack(extended)
+        head = heads.index_select(0, positions[-1:] - 1)[0]
+        return out.view(frames, new, -1)[:, -1] @ head.t(), torch.stack(extended)
 
     return step
 
@@ -147,10 +160,11 @@ class OpenVinoCodec:
 
     def __init__(self, codec: CodecDecoder, settings: OpenVino) -> None:
         codec = deepcopy(codec).requires_grad_(False)
-        self.config = codec.config
-        state, codes = CodecState.start(1), torch.zeros(2, 3, codec.config.codebooks, dtype=torch.int64)
-        codec(codes[:1], state)
-        self._tails = {key: tail.shape[1:] for key, tail in state.tails.items()}
+        self.config = config = codec.config
+        codes = (torch.arange(2 * 3 * config.codebooks) % config.codebook_size).view(2, 3, -1)
+        ours, graph = CodecState.start(2), CodecState.start(2)
+        expected = [codec(codes, ours), codec(codes[:, :2], ours)]
+        self._tails = {key: tail.shape[1:] for key, tail in ours.tails.items()}
 
         def decode(codes: Tensor, frames: Tensor, *tails: Tensor) -> tuple[Tensor, ...]:
             state = CodecState(frames, dict(zip(self._tails, tails, strict=True)))
@@ -158,7 +172,11 @@ class OpenVinoCodec:
 
         self._names = ("codes", "frames", *self._tails)
         examples = (codes, torch.zeros(2, dtype=torch.int64), *self._initial(2))
-        self._request = settings.compile(convert_function(decode, examples, self._names)).create_infer_request()
+        self._request = settings.compile(
+            convert_function(decode, examples, self._names)
+        ).create_infer_request()
+        found = (self(chunk, graph) for chunk in (codes, codes[:, :2]))
+        _check(settings, "codec decoder", zip(expected, found, strict=True))
 
     def _initial(self, streams: int) -> list[Tensor]:
         return [torch.zeros(streams, *shape) for shape in self._tails.values()]
@@ -171,6 +189,20 @@ class OpenVinoCodec:
         state.frames = state.frames + codes.shape[1]
         state.tails = dict(zip(self._tails, after, strict=True))
         return samples
+
+
+def _check(settings: OpenVino, module: str, results: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Check that torch and the device compute the same: a wrong graph or cache would be heard only later.
+
+    Raises:
+        RequestError: when a pair of expected and found results differs, or the device fails.
+    """
+    try:
+        for expected, found in results:
+            if not (expected - found).abs().max() <= 0.05 * expected.abs().max():
+                raise conversion_error(f"{settings.resolved_device} computes its {module} wrongly")
+    except RuntimeError as error:
+        raise settings.device_error(error) from None
 
 
 def _infer(request: Any, names: Sequence[str], *arrays: NDArray[Any]) -> list[NDArray[Any]]:

@@ -14,6 +14,7 @@ from perilune.engine.request import Request
 from perilune.engine.runner import TorchRunner
 from perilune.engine.step import StepBatch
 from perilune.models.attention import AttentionLayer, attend, round_up_columns
+from perilune.models.decoder import Decoder
 from perilune.speech.config import CodecConfig, SpeechConfig
 from perilune.speech.pipeline import Stage
 from perilune.speech.sampling import SpeechSampling, sample_codes
@@ -69,8 +70,8 @@ class Frame:
 class TalkerRunner(TorchRunner):
     """Computes the talker, and masks all tokens other than codes and the end token."""
 
-    def __init__(self, talker: Talker, num_blocks: Sequence[int]) -> None:
-        super().__init__(talker.decoder, num_blocks)
+    def __init__(self, talker: Talker, decoder: Decoder, num_blocks: Sequence[int]) -> None:
+        super().__init__(decoder, num_blocks)
         self._forbidden = forbidden_tokens(talker.config).to(self._device)
 
     @torch.inference_mode()
@@ -133,9 +134,7 @@ class PredictorStage(Stage[Frame]):
         begin: returns the computation of a batch of B frames.
     """
 
-    def __init__(
-        self, talker: Talker, begin: Callable[[int], NextLogits], sampling: SpeechSampling
-    ) -> None:
+    def __init__(self, talker: Talker, begin: Callable[[int], NextLogits], sampling: SpeechSampling) -> None:
         super().__init__()
         self._talker, self._begin, self._sampling = talker, begin, sampling
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from perilune.models.kernels import is_tracing
 from perilune.models.layers import Projection
 
 
@@ -97,7 +98,7 @@ class CausalConv(Streamed):
         kernel, dilation = self.conv.kernel_size[0], self.conv.dilation[0]
         if kernel > 1:
             x = state.extend(self.key, x, (kernel - 1) * dilation)
-        if torch.jit.is_tracing():  # the kernels of an exported graph need not be exact
+        if is_tracing():  # the kernels of an exported graph need not be exact
             return self.conv(x.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
         if kernel > 1:
             x = x.unfold(1, (kernel - 1) * dilation + 1, 1)[..., ::dilation].transpose(2, 3).flatten(2)

@@ -1,6 +1,6 @@
 """Speaks with a speech model: creates requests for utterances, and the pipeline that serves them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from perilune.speech.stages import (
     Clock,
     Codec,
     DecoderStage,
+    NextLogits,
     PredictorStage,
     TalkerRunner,
     TalkerStage,
@@ -65,14 +66,15 @@ class Speaker:
         self._tokenizer = model.tokenizer
         runner: Any
         codec: Codec
+        begin: Callable[[int], NextLogits]
         if openvino is None:
             self._talker, codec = model.talker.frozen(), model.codec.frozen()
-            runner = lambda _, num_blocks: TalkerRunner(self._talker, num_blocks)
+            runner = partial(TalkerRunner, self._talker)
             begin = partial(begin_frames, self._talker)
         else:
             self._talker, codec = model.talker, OpenVinoCodec(model.codec, openvino)
             runner = OpenVinoTalker(self._talker, openvino)
-            begin = OpenVinoPredictor(self._talker.predictor, openvino).begin
+            begin = OpenVinoPredictor(self._talker, openvino).begin
         self.engine = Engine(self._talker.decoder, slots=slots, cache_tokens=cache_tokens, runner=runner)
         talker = TalkerStage(self.engine, codec, clock)
         predictor = PredictorStage(self._talker, begin, self.sampling)
