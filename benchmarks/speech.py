@@ -2,6 +2,7 @@
 
     python benchmarks/speech.py            a model with random weights, of the size below
     python benchmarks/speech.py FOLDER     a speech model of yours
+    python benchmarks/speech.py --backend openvino
 
 All streams of a round start together, which is the worst case for the first audio. The real-time factor is
 the time from the request to the last sample, divided by the duration of the speech. An underrun is a moment
@@ -11,11 +12,15 @@ up and is not counted.
 The benchmark measures the pipeline alone, in CPU time, which excludes other programs, and behind
 `perilune serve`, as a client sees it, in elapsed time, which depends on the load of the machine. Both read
 the whole text before they speak, or one token of it with each frame. Writes results/speech.json.
+
+With `--backend openvino`, OpenVINO and Perilune's kernels take turns on the pipeline alone, and both read the
+whole text first. Writes results/speech_openvino.json.
 """
 
 import argparse
 import asyncio
 import json
+import math
 import os
 import re
 import statistics
@@ -33,6 +38,8 @@ import httpx
 import torch
 
 from perilune.bundle.machine import describe_machine
+from perilune.engine.openvino_runner import OpenVino
+from perilune.metrics.across_seeds import t_interval
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.speech.config import CodecConfig, ControlTokens, SpeechConfig
@@ -45,7 +52,7 @@ from perilune.speech.synthesis import Speaker
 STREAMS = (1, 2, 4, 8)
 FRAMES = 100  # of each utterance of the random model, 8 seconds
 TEXT = "seven three nine one zero four"
-RESULT = Path(__file__).parent / "results" / "speech.json"
+RESULTS = Path(__file__).parent / "results"
 
 
 def random_config(tokenizer: Tokenizer) -> SpeechConfig:
@@ -126,6 +133,46 @@ def measure_alone(folder: Path, utterance: Utterance, rounds: int) -> dict[str, 
         )
         for streams in STREAMS
     }
+
+
+def compare(folder: Path, utterance: Utterance, rounds: int) -> dict[str, dict[str, Any]]:
+    """Measure the pipeline with OpenVINO and with Perilune's kernels in alternation, in CPU time."""
+    model, clock = load_speech_model(folder), time.process_time
+    speakers = {
+        "Perilune": Speaker(model, clock=clock),
+        "OpenVINO": Speaker(model, clock=clock, openvino=OpenVino()),
+    }
+    return {
+        f"{streams} stream{'s' * (streams > 1)}": compare_streams(speakers, utterance, streams, rounds)
+        for streams in STREAMS
+    }
+
+
+def compare_streams(
+    speakers: Mapping[str, Speaker], utterance: Utterance, streams: int, rounds: int
+) -> dict[str, Any]:
+    """Medians by speaker, and the ratio of both over rounds with its 95% interval."""
+    kinds = {
+        "real-time factor": lambda item: item.real_time_factor,
+        "first audio, ms": lambda item: 1000 * item.first_audio,
+    }
+    measured: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in speakers} for kind in kinds}
+    for turn in range(-1, rounds):
+        for name, speaker in speakers.items():
+            seeds = range(100 * turn + 100, 100 * turn + 100 + streams)
+            times = speak_together(speaker, utterance, seeds)
+            if turn >= 0:
+                for kind, figure in kinds.items():
+                    measured[kind][name].append(statistics.median(map(figure, times)))
+    row: dict[str, Any] = {}
+    for kind, figures in measured.items():
+        for name, values in figures.items():
+            row[f"{kind}, {name}"] = float(f"{statistics.median(values):.3g}")
+        pairs = zip(figures["OpenVINO"], figures["Perilune"], strict=True)
+        interval = t_interval([math.log(ours / theirs) for ours, theirs in pairs])
+        for bound in ("mean", "low", "high"):
+            row[f"{kind}, OpenVINO / Perilune, {bound}"] = round(math.exp(interval[bound]), 2)
+    return row | {"rounds": rounds}
 
 
 @dataclass
@@ -222,6 +269,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--served-rounds", type=int, default=5)
     parser.add_argument("--text", default=TEXT)
+    parser.add_argument("--backend", choices=("native", "openvino"), default="native")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
@@ -232,6 +280,11 @@ def main() -> None:
             "text read first": Utterance(arguments.text),
             "text read with the frames": Utterance(arguments.text, streamed_text=True),
         }
+        if arguments.backend == "openvino":
+            text = texts["text read first"]
+            compared = compare(folder, text, arguments.rounds)
+            write_comparison(compared, folder, random=arguments.folder is None)
+            return
         alone = {name: measure_alone(folder, text, arguments.rounds) for name, text in texts.items()}
         with server(folder) as url:
             served = {
@@ -245,9 +298,6 @@ Tables = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 def write(alone: Tables, served: Tables, folder: Path, *, random: bool) -> None:
-    model = load_speech_model(folder)
-    codec = model.config.codec
-    processor = describe_machine()["processor"]
     first = "first audio, ms, p50"
     ratios = {
         name: round(table["8 streams"][first] / table["1 stream"][first], 2) for name, table in alone.items()
@@ -263,6 +313,32 @@ def write(alone: Tables, served: Tables, folder: Path, *, random: bool) -> None:
         "* *The pipeline alone* gives CPU time, which excludes other programs on the machine. *Perilune "
         "serve* gives elapsed time, at the load of the machine given in *Setting*.",
         "command": "python benchmarks/speech.py",
+        **describe_setting(folder, random=random),
+        **{f"the pipeline alone, in CPU time, {name}": table for name, table in alone.items()},
+        **{f"perilune serve, in elapsed time, {name}": table for name, table in served.items()},
+        "first audio with 8 streams / with 1, in CPU time": ratios,
+    }
+    save("speech", document)
+
+
+def write_comparison(compared: Mapping[str, Any], folder: Path, *, random: bool) -> None:
+    document = {
+        "title": "Streaming speech with OpenVINO: latency by number of streams",
+        "about": "OpenVINO and Perilune's kernels take turns on the same thread, in CPU time, which excludes "
+        "other programs on the machine. All utterances of a row start at the same time, and the model reads "
+        "the whole text before it speaks. Ratios are geometric means over rounds, with 95% t intervals. "
+        "The [page on Perilune's kernels](speech.md) defines the terms.",
+        "command": "python benchmarks/speech.py --backend openvino",
+        **describe_setting(folder, random=random),
+        "the pipeline alone, in CPU time": compared,
+    }
+    save("speech_openvino", document)
+
+
+def describe_setting(folder: Path, *, random: bool) -> dict[str, Any]:
+    model = load_speech_model(folder)
+    codec, processor = model.config.codec, describe_machine()["processor"]
+    return {
         "machine": {
             "processor": processor["model"],
             "cores": processor["usable_cores"],
@@ -276,12 +352,13 @@ def write(alone: Tables, served: Tables, folder: Path, *, random: bool) -> None:
             "frames per second": round(1 / codec.frame_seconds, 2),
             "codes per frame": codec.codebooks,
         },
-        **{f"the pipeline alone, in CPU time, {name}": table for name, table in alone.items()},
-        **{f"perilune serve, in elapsed time, {name}": table for name, table in served.items()},
-        "first audio with 8 streams / with 1, in CPU time": ratios,
     }
-    RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(document, indent=1))
+
+
+def save(name: str, document: Mapping[str, Any]) -> None:
+    text = json.dumps(document, indent=1)
+    (RESULTS / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    print(text)
 
 
 def millions(module: torch.nn.Module) -> float:

@@ -33,5 +33,5 @@ QUESTIONS: Mapping[str, tuple[str, ...]] = {
         *("control_plane", "staging", "follow_latency", "live_page", "environments", "serve_overhead"),
     ),
     "How do coding agents and readers query runs?": ("mcp_questions", "wiki"),
-    "How fast and how good is speech?": ("speech", "speech_voice"),
+    "How fast and how good is speech?": ("speech", "speech_openvino", "speech_voice"),
 }

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from statistics import fmean, median
 
-from .text import Document, Lead, Leads, span
+from .text import Document, Lead, Leads, listed, span
 
 
 def control_plane(document: Document) -> Lead:
@@ -128,6 +128,25 @@ def _first_audio(table: Mapping[str, Document]) -> dict[int, float]:
     return {int(name.split()[0]): row["first audio, ms, p50"] for name, row in table.items()}
 
 
+def speech_openvino(document: Document) -> Lead:
+    table = document["the pipeline alone, in CPU time"]
+    factors, audio = (
+        listed([_ratio(row, kind) for row in table.values()])
+        for kind in ("real-time factor", "first audio, ms")
+    )
+    counts = listed([name.split()[0] for name in table])
+    return (
+        "OpenVINO and Perilune's kernels compute the same small text-to-speech model on one thread of a CPU.",
+        f"With {counts} streams, OpenVINO's real-time factor is {factors} times that of the kernels, and its "
+        f"time to the first audio {audio} times (95% intervals over rounds in brackets).",
+    )
+
+
+def _ratio(row: Document, kind: str) -> str:
+    mean, low, high = (row[f"{kind}, OpenVINO / Perilune, {bound}"] for bound in ("mean", "low", "high"))
+    return f"{mean} ({low} to {high})"
+
+
 def speech_voice(document: Document) -> Lead:
     rates: dict[str, list[Document]] = {}
     for row in document["word_error_rates"]:
@@ -152,6 +171,7 @@ LEADS: Leads = {
     "serve_overhead": serve_overhead,
     "simulation": simulation,
     "speech": speech,
+    "speech_openvino": speech_openvino,
     "speech_voice": speech_voice,
     "staging": staging,
     "wiki": wiki,
