@@ -5,7 +5,6 @@ The inverse transform is a product with fixed sinusoids and an overlap-add, so i
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perilune.models.layers import Projection
@@ -14,6 +13,26 @@ from perilune.speech.streaming import CodecState, Streamed, project
 OVERLAP = 4  # spectra that contribute to a sample
 _MAX_LOG_MAGNITUDE = 6.0
 _POWER = 1.5  # sum of the squared Hann windows at an overlap of 4
+
+
+class InverseTransform(Projection):
+    """The windowed inverse transform of real and imaginary parts, on the device of `like`."""
+
+    def __init__(self, window: int, like: nn.Linear) -> None:
+        super().__init__()
+        self._window, self._like = window, like
+        self._basis: Tensor | None = None
+
+    def stack_parts(self) -> tuple[Tensor, None]:
+        """float[window, window + 2]."""
+        device = self._like.weight.device
+        if self._basis is None or self._basis.device != device:
+            unit = torch.eye(self._window // 2 + 1, device="cpu")
+            parts = torch.cat([torch.complex(unit, 0 * unit), torch.complex(0 * unit, unit)])
+            hann = torch.hann_window(self._window, device="cpu")
+            waves = torch.fft.irfft(parts, self._window) * hann / _POWER
+            self._basis = waves.T.contiguous().to(device)
+        return self._basis, None
 
 
 class SpectralVocoder(Streamed):
@@ -27,7 +46,7 @@ class SpectralVocoder(Streamed):
         self.hop, self.window = hop, OVERLAP * hop
         self.out = nn.Linear(channels, 2 * (self.window // 2 + 1))
         self.project = Projection(self.out)
-        self._basis: Tensor | None = None
+        self.inverse = InverseTransform(self.window, self.out)
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
         return self.overlap_add(*self.spectrum(x), state)
@@ -43,17 +62,7 @@ class SpectralVocoder(Streamed):
         parts = torch.cat([size * phases.cos(), size * phases.sin()], dim=2)
         batch, length, _ = parts.shape
         parts = state.extend(self.key, parts, OVERLAP - 1)
-        frames = F.linear(parts.flatten(0, 1), self._sinusoids(parts)).view(batch, -1, OVERLAP, self.hop)
+        frames = self.inverse(parts.flatten(0, 1)).view(batch, -1, OVERLAP, self.hop)
         last = OVERLAP - 1
         hops = [frames[:, last - age : last - age + length, age] for age in range(OVERLAP)]
         return torch.stack(hops).sum(0).view(batch, length * self.hop, 1)
-
-    def _sinusoids(self, like: Tensor) -> Tensor:
-        """float[window, window + 2], the windowed inverse transform of real and imaginary parts."""
-        if self._basis is None or self._basis.device != like.device:
-            unit = torch.eye(self.window // 2 + 1, device="cpu")
-            parts = torch.cat([torch.complex(unit, 0 * unit), torch.complex(0 * unit, unit)])
-            hann = torch.hann_window(self.window, device="cpu")
-            waves = torch.fft.irfft(parts, self.window) * hann / _POWER
-            self._basis = waves.T.contiguous().to(like.device)
-        return self._basis
