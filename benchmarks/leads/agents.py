@@ -48,14 +48,16 @@ def search_as_code(document: Document) -> Lead:
 def swarm(document: Document) -> Lead:
     rows = {row["rewards"]: row for row in document["mean over seeds"]}
     every, alone = rows["performance, parallel, finish, budget"], rows["performance"]
-    shown = document["accuracy against performance"][0]["corrected p"] < SIGNIFICANCE
+    shown = document["accuracy of performance, parallel, finish, budget"][0]["corrected p"] < SIGNIFICANCE
     return (
         "RL trains an agent that may start sub-agents to look up eight values, with all reward terms of PARL "
         "(parallel-agent RL) and with the reward for right answers alone.",
         f"With all reward terms and a budget of steps, an episode takes {every['critical steps']:.1f} "
-        f"sequential steps and {every['accuracy']:.1%} of the episodes are right; with the reward for right "
-        f"answers alone, an episode takes {alone['critical steps']:.1f} steps and {alone['accuracy']:.1%} "
-        f"are right (means over seeds{'' if shown else '; no difference of accuracy shown'}).",
+        f"sequential steps and {every['total tokens']:.0f} tokens of all agents, and {every['accuracy']:.1%} "
+        f"of the episodes are right; with the reward for right answers alone, an episode takes "
+        f"{alone['critical steps']:.1f} steps and {alone['total tokens']:.0f} tokens, and "
+        f"{alone['accuracy']:.1%} are right (means over seeds"
+        f"{'' if shown else '; no difference of accuracy shown'}).",
     )
 
 
