@@ -9,6 +9,7 @@ from perilune.metrics.rounding import ROUNDING, Rounding
 Status = Literal["healthy", "watch", "broken"]
 
 SOLVED_PASS_RATE = 0.8  # pass rate from which equal answers mean that the tasks are solved
+TRUNCATED_SHARE = 0.25  # share of answers
 
 
 @dataclass(frozen=True, slots=True)

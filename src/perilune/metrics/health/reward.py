@@ -6,7 +6,7 @@ from itertools import accumulate
 from statistics import fmean
 from typing import NamedTuple
 
-from perilune.metrics.health.evidence import SOLVED_PASS_RATE, Evidence, Finding
+from perilune.metrics.health.evidence import SOLVED_PASS_RATE, TRUNCATED_SHARE, Evidence, Finding
 from perilune.metrics.health.series import Series, Values, find_shifts, flag_at_least, latest
 
 FAILED_SHARE = 0.05  # share of episodes without a score
@@ -126,12 +126,15 @@ def _flag_jumps(metrics: Series) -> list[int]:
 
 
 def _flag_constant_rewards(metrics: Series) -> list[bool]:
-    """Flag steps with equal rewards, after their mean jumped and although they differed before."""
-    deviations = metrics.column("reward_std")
+    """Flag steps with equal rewards, after their mean jumped and although they differed before.
+
+    Answers that the token limit cuts off have equal rewards, too.
+    """
+    deviations, truncated = metrics.column("reward_std"), metrics.column("truncated")
     varied = accumulate((value not in (None, 0.0) for value in deviations), max)
     return [
-        value == 0.0 and before and jump != 0
-        for value, before, jump in zip(deviations, varied, _flag_jumps(metrics), strict=True)
+        value == 0.0 and before and jump != 0 and (cut or 0.0) < TRUNCATED_SHARE
+        for value, before, jump, cut in zip(deviations, varied, _flag_jumps(metrics), truncated, strict=True)
     ]
 
 

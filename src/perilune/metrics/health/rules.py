@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from perilune.metrics.health.evidence import SOLVED_PASS_RATE, Evidence, Finding
+from perilune.metrics.health.evidence import SOLVED_PASS_RATE, TRUNCATED_SHARE, Evidence, Finding
 from perilune.metrics.health.learning import (
     find_chosen_collapse,
     find_diverging_loss,
@@ -20,7 +20,6 @@ from perilune.metrics.health.series import BASELINE_STEPS, Series, flag_at_least
 from perilune.metrics.training import STEP_PARTS
 
 DEAD_GROUP_SHARE = 0.5  # share of dead groups
-TRUNCATED_SHARE = 0.25  # share of answers
 WAIT_SHARE = 0.8  # share of a step that the learner waits for episodes
 HEARTBEAT_TIMEOUT_S = 8.0  # seconds; a worker counts every second
 SLOW_STEP_FACTOR = 6.0  # times the median step
