@@ -31,11 +31,12 @@ RECIPE = HERE / "search_as_code.yaml"
 MODES = {"calls": "single calls", "code": "code"}
 CORPORA = {"": "100 companies, about 580 documents", "_large": "1,600 companies, about 9,300 documents"}
 KINDS = {0.0: "one search", 1.0: "two searches", 2.0: "count over many documents"}
+FEWER_TOKENS = 80  # expected reduction in percent
 ABOUT = f"""\
-The model learns from scratch, from 600 demonstrations. In the arm `code`, it writes Python that calls the
-search functions in the sandbox, and sees only the output of the code. In the arm `calls`, it calls the same
-functions one at a time, and every result enters its context. The evaluation uses corpora that are not in
-training. The smaller ones have the same size as those in training.
+The model learns from scratch, from 1,200 demonstrations for each arm. In the arm `code`, it writes Python
+that calls the search functions in the sandbox, and sees only the output of the code. In the arm `calls`, it
+calls the same functions one at a time, and every result enters its context. The evaluation uses corpora that
+are not in training. The smaller ones have the same size as those in training.
 
 * A token is one character.
 * *Observed tokens* are the results in the context.
@@ -45,7 +46,9 @@ training. The smaller ones have the same size as those in training.
 The model copies the names of a question into one of three programs. On larger corpora the accuracy stays the
 same because of these programs and the BM25 search, not because of the weights. A tiny model does not show
 that a language model would choose such programs by itself, or how it handles documents in English. The number
-of tokens that each arm needs depends on the demonstrations."""
+of tokens that each arm needs depends on the demonstrations. The result depends on the length of SFT: with 600
+demonstrations and 200 steps at a constant learning rate, instead of 400 steps with a falling one, pass@1 with
+single calls was 44 to 47% for one of three seeds."""
 
 
 def main() -> None:
@@ -131,12 +134,14 @@ def difference(rows: Sequence[Mapping[str, Any]], corpora: str, what: str) -> fl
 
 
 def ratio(by_seed: Sequence[Sequence[Mapping[str, Any]]], corpora: str, what: str) -> str:
-    """The reduction in tokens, for each seed."""
+    """The reduction in tokens for each seed, and whether it is as large as expected."""
     shares = []
     for rows in by_seed:
         values = {row["mode"]: row[what] for row in rows if row["corpora"] == corpora}
         shares.append(100 * (1 - values["code"] / values["calls"]))
-    return "by seed " + ", ".join(f"{share:.0f}%" for share in shares) + " fewer"
+    outcome = "confirmed" if min(shares) >= FEWER_TOKENS else "not confirmed"
+    listed = ", ".join(f"{share:.0f}%" for share in shares)
+    return f"by seed {listed} fewer (expected: at least {FEWER_TOKENS}% with every seed; {outcome})"
 
 
 if __name__ == "__main__":
