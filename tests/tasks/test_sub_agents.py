@@ -26,12 +26,23 @@ from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker, session_seed
 from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.rl.stage import plugin
+from perilune.traces.oracle import find_token_differences, make_expectation
 from perilune.traces.record import Origin, record_episodes
-from perilune.traces.replay import Replayer
-from perilune.traces.tape import SUB_AGENTS_REFUSED, NoEngine
+from perilune.traces.replay import Replayer, apply_replay
+from perilune.traces.tape import NoEngine
 from perilune.verifiers import Scorer
 
 TEAM = {"id": "factory", "factory": "task_environments:Team"}
+ORIGIN = Origin(
+    run="r",
+    stage="s",
+    environment=TEAM,
+    section=TEAM,
+    seed=0,
+    sampling={"max_tokens": PARAMS.max_tokens, "temperature": 1.0, "stop_token_ids": ENDS},
+    tokenizer="t",
+    checkpoint=None,
+)
 
 
 def play(
@@ -295,24 +306,41 @@ def test_truncated_turn_ends_the_episode_and_its_sub_agents() -> None:
     assert all(len(e.spans) == 2 and e.spans[0].rounds == e.spans[1].rounds for e in cut)
 
 
-def test_record_refuses_episodes_with_sub_agents() -> None:
-    groups, _ = play(sub_agents=SubAgents(trained=True))
-    origin = Origin(
-        run="r",
-        stage="s",
-        environment=TEAM,
-        section=TEAM,
-        seed=0,
-        sampling={"max_tokens": PARAMS.max_tokens, "temperature": 1.0, "stop_token_ids": ENDS},
-        tokenizer="t",
-        checkpoint=None,
-    )
-    with Replayer(lambda _: TOKENIZER) as replayer:
-        cassettes, refused = record_episodes(flatten(groups), "f", origin, replayer)
+def test_episodes_with_sub_agents_replay_exactly() -> None:
+    engine = engine_of(TOKENIZER)
+    groups, _ = play(engine=engine, sub_agents=SubAgents(trained=True))
     own = [episode for group in groups for episode in group if not episode.is_sub_agent]
-    with_agents = sum(bool(episode.spans) for episode in own)
-    assert len(cassettes) == len(own) - with_agents
-    assert refused == {SUB_AGENTS_REFUSED: with_agents} and with_agents > 0
+    with Replayer(lambda _: TOKENIZER) as replayer:
+        cassettes, refused = record_episodes(flatten(groups), "f", ORIGIN, replayer)
+        again = replayer.exact(cassettes, engine)
+        other = replayer.exact(cassettes, engine_of(TOKENIZER, 1))
+        rescored = replayer.rescore(cassettes)
+    assert not refused and len(cassettes) == len(own)
+    assert max(len(tape.tracks) for tape in cassettes) > 3
+    for tape, replay, changed, scored in zip(cassettes, again, other, rescored, strict=True):
+        expected = [*map(make_expectation, tape.tracks)]
+        assert not replay.error and replay.order == tape.order
+        assert not find_token_differences(tape.tracks, replay.tracks) and not replay.differences(expected)
+        assert find_token_differences(tape.tracks, changed.tracks) and not scored.differences(expected)
+
+
+def test_fork_keeps_the_actions_before_it() -> None:
+    engine = engine_of(TOKENIZER)
+    groups, _ = play(1, engine=engine)
+    with Replayer(lambda _: TOKENIZER) as replayer:
+        cassettes, _ = record_episodes(flatten(groups), "f", ORIGIN, replayer)
+        tape = max(cassettes, key=lambda one: len(one.order))
+        first = next(index for index, agent in enumerate(tape.order) if "." in agent)
+        forks = replayer.fork(tape, first + 1, 4, engine)
+    drawn = set()
+    for sample, fork in enumerate(forks):
+        played = apply_replay(tape, fork)
+        assert [turn.tokens for turn in played.actions()[: first + 1]] == [
+            turn.tokens for turn in tape.actions()[: first + 1]
+        ]
+        assert (played.actions() == tape.actions()) == (sample == tape.sampling.sample)
+        drawn.add(tuple(turn.tokens for turn in played.actions()))
+    assert len(drawn) == 4
 
 
 @pytest.mark.parametrize("trained", [False, True])

@@ -72,7 +72,7 @@ def test_cassettes_record_turns_rewards_and_causes(tapes: list[Cassette]) -> Non
     assert [turn.messages for turn in right.tracks[0].turns][-1] == ()
     assert right.tracks[0].turns[0].messages[0]["content"].startswith("=")
     assert malformed.tracks[0].turns[-2].messages == ({"role": "tool", "content": "=?\n"},)
-    assert guess.order == (0,) and describe_cause(guess) == "guess, full reward"
+    assert guess.order == ("0",) and describe_cause(guess) == "guess, full reward"
     assert malformed.tokens == len(malformed.tracks[0].prompt) + sum(
         len(turn.tokens) + len(turn.seen) for turn in malformed.tracks[0].turns
     )

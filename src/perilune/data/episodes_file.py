@@ -33,6 +33,22 @@ _ARRAYS = {
 }
 _OPTIONAL = ("step_rewards", "reference_logprobs")
 _TOP_TOKENS = {"top_ids": np.int32, "top_logprobs": np.float32}
+_MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
+_TOKENLESS_SPAN = [  # fields of a span in files of earlier versions
+    ("span_id", pa.string()),
+    ("name", pa.string()),
+    ("rounds", pa.list_(pa.int32())),
+    ("joined", pa.int32()),
+    ("prompt_tokens", pa.int64()),
+    ("tokens", pa.int64()),
+    ("policy_version", pa.int32()),
+    ("messages", pa.list_(_MESSAGE)),
+]
+_SPAN_TOKENS = [
+    ("token_ids", pa.list_(pa.int32())),
+    ("loss_mask", pa.list_(pa.bool_())),
+    ("finish_reason", pa.string()),
+]
 
 
 @cache
@@ -42,19 +58,6 @@ def episode_schema(routes: str = "uint16") -> pa.Schema:
     Args:
         routes: dtype of the experts in `routed_experts`.
     """
-    message = pa.struct([("role", pa.string()), ("content", pa.string())])
-    span = pa.struct(
-        [
-            ("span_id", pa.string()),
-            ("name", pa.string()),
-            ("rounds", pa.list_(pa.int32())),
-            ("joined", pa.int32()),
-            ("prompt_tokens", pa.int64()),
-            ("tokens", pa.int64()),
-            ("policy_version", pa.int32()),
-            ("messages", pa.list_(message)),
-        ]
-    )
     return pa.schema(
         [
             ("episode_id", pa.string()),
@@ -62,7 +65,7 @@ def episode_schema(routes: str = "uint16") -> pa.Schema:
             ("task_id", pa.string()),
             ("environment", pa.string()),
             ("seed", pa.int64()),
-            ("messages", pa.list_(message)),
+            ("messages", pa.list_(_MESSAGE)),
             ("prompt_ids", pa.list_(pa.int32())),
             ("token_ids", pa.list_(pa.int32())),
             ("loss_mask", pa.list_(pa.bool_())),
@@ -79,7 +82,7 @@ def episode_schema(routes: str = "uint16") -> pa.Schema:
             ("routed_experts", pa.list_(pa.type_for_alias(routes))),
             ("routed_experts_shape", pa.list_(pa.int32())),
             ("routed_experts_dtype", pa.string()),
-            ("spans", pa.list_(span)),
+            ("spans", pa.list_(pa.struct([*_TOKENLESS_SPAN, *_SPAN_TOKENS]))),
             ("top_ids", pa.list_(pa.list_(pa.int32()))),
             ("top_logprobs", pa.list_(pa.list_(pa.float32()))),
             ("reference_logprobs", pa.list_(pa.float32())),
@@ -155,6 +158,8 @@ def read_episodes(path: Path, tasks: Collection[str] | None = None) -> list[Epis
         if field.name not in table.column_names:
             raise RequestError(f"no column '{field.name}'", where=str(path))
         possible = [episode_schema(routes).field(field.name).type for routes in ("uint8", "uint16")]
+        if field.name == "spans":
+            possible.append(pa.list_(pa.struct(_TOKENLESS_SPAN)))
         if table.schema.field(field.name).type not in possible:
             what = f"column '{field.name}' is {table.schema.field(field.name).type}, not {field.type}"
             raise RequestError(what, where=str(path))
@@ -243,9 +248,11 @@ def _to_row(episode: Episode) -> dict[str, Any]:
 
 
 def _redact_row(row: dict[str, Any]) -> dict[str, Any]:
-    return row | {
-        name: redact_document(row[name]) for name in ("messages", "text", "failure", "spans", "expected")
-    }
+    texts = {name: redact_document(row[name]) for name in ("messages", "text", "failure", "expected")}
+    spans = [
+        span | redact_document({key: span[key] for key in ("name", "messages")}) for span in row["spans"]
+    ]
+    return row | texts | {"spans": spans}
 
 
 def _sorted_pairs(figures: Mapping[str, float]) -> list[tuple[str, float]]:
@@ -281,4 +288,5 @@ def _to_episode(row: dict[str, Any]) -> Episode:
 
 
 def _to_span(row: Mapping[str, Any]) -> Span:
-    return Span(**{**row, "rounds": tuple(row["rounds"]), "messages": tuple(row["messages"])})
+    lists = {name: tuple(value) for name, value in row.items() if isinstance(value, list)}
+    return Span(**{**row, **lists})

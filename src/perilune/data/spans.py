@@ -8,6 +8,7 @@ started it, this is sum over stages t of S_main(t) + max_i S_sub,i(t) (Kimi K2.5
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,11 @@ class Span:
         tokens: number of sampled tokens.
         policy_version: version of the weights that sampled its last token; -1 if there is none.
         messages: the conversation of a sub-agent; empty for the player, whose messages the episode has.
+        token_ids: all tokens of a sub-agent's context, with its prompt; empty for the player, and in files of
+            earlier versions.
+        loss_mask: True at the sampled tokens of `token_ids`.
+        finish_reason: how a sub-agent's last turn ended: "stop", "aborted", or "length" for a limit, which
+            may also have prevented a turn; "" where there are no `token_ids`.
     """
 
     span_id: str
@@ -35,6 +41,9 @@ class Span:
     tokens: int
     policy_version: int
     messages: tuple[Mapping[str, str], ...] = ()
+    token_ids: tuple[int, ...] = ()
+    loss_mask: tuple[bool, ...] = ()
+    finish_reason: Literal["", "stop", "length", "aborted"] = ""
 
     @property
     def parent(self) -> str:

@@ -126,12 +126,13 @@ class Trajectory:
         return routes
 
     def span(self, span_id: str) -> Span:
-        """Return the span of this agent. A player's span has no messages, because its episode has them.
+        """Return the span of this agent. A player's has no messages and tokens: its episode has them.
 
         Args:
             span_id: "0" for player 0, "0.2" for its sub-agent "2".
         """
-        sampled = int(self.mask().sum())
+        mask, is_sub_agent = self.mask(), "." in span_id
+        sampled = int(mask.sum())
         return Span(
             span_id=span_id,
             name=self.name,
@@ -140,8 +141,16 @@ class Trajectory:
             prompt_tokens=len(self.prompt_ids) + len(self.token_ids) - sampled,
             tokens=sampled,
             policy_version=int(self.turns[-1].completion.policy_version[-1]) if self.has_sampled else -1,
-            messages=tuple(self.messages) if "." in span_id else (),
+            messages=tuple(self.messages) if is_sub_agent else (),
+            token_ids=tuple(self.context()) if is_sub_agent else (),
+            loss_mask=(*(False for _ in self.prompt_ids), *mask.tolist()) if is_sub_agent else (),
+            finish_reason=self.finish_reason if is_sub_agent else "",
         )
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """How a sub-agent's last turn ended; "length" if it has no turn, or a limit prevented the next."""
+        return "length" if self.is_full or not self.turns else self.turns[-1].completion.finish_reason
 
     @property
     def has_sampled(self) -> bool:

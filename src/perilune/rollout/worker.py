@@ -294,13 +294,13 @@ class RolloutWorker:
 
     def turn_params(self, turn: DueTurn, params: SamplingParams) -> SamplingParams:
         """Return the parameters with the stop texts and the token limit of the turn."""
-        make = self._agent_params if turn.agent else self.add_stop_texts
+        make = self.agent_params if turn.agent else self.add_stop_texts
         result = make(params, turn.rollout.task)
         if turn.max_tokens is None or turn.max_tokens >= result.max_tokens:
             return result
         return replace(result, max_tokens=turn.max_tokens, min_tokens=min(result.min_tokens, turn.max_tokens))
 
-    def _agent_params(self, params: SamplingParams, task: Task) -> SamplingParams:
+    def agent_params(self, params: SamplingParams, task: Task) -> SamplingParams:
         """Return the parameters of a sub-agent, with stop texts if the environment sets `stops_agents`."""
         stops = getattr(find_part(self.environment, task), "stops_agents", False)
         return self.add_stop_texts(params, task) if stops else params
@@ -364,7 +364,7 @@ class RolloutWorker:
                     for agent, trajectory in rollout.sub_agents(player).items()
                     if trajectory.has_sampled and not rollout.failure
                 ]
-                groups.append(self._group(parts, self._agent_params(params, rollouts[0].task)))
+                groups.append(self._group(parts, self.agent_params(params, rollouts[0].task)))
         return [group for group in groups if group]
 
     def _group(self, parts: Sequence[AgentRollout], params: SamplingParams) -> tuple[Episode, ...]:
@@ -375,9 +375,6 @@ class RolloutWorker:
     def _episode(self, part: AgentRollout) -> Episode:
         rollout, trajectory, outcome = part.rollout, part.trajectory, part.outcome
         spans = part.spans
-        last = rollout.finish_reason
-        if part.agent:
-            last = "length" if trajectory.is_full else trajectory.turns[-1].completion.finish_reason
         return Episode(
             episode_id=part.episode_id,
             group_id=part.group_id,
@@ -390,7 +387,7 @@ class RolloutWorker:
             loss_mask=trajectory.mask(),
             logprobs=trajectory.sampled_values("logprobs", 0.0, np.float32),
             policy_version=trajectory.sampled_values("policy_version", -1, np.int32),
-            finish_reason=last,
+            finish_reason=trajectory.finish_reason if part.agent else rollout.finish_reason,
             metrics=_episode_metrics(part, outcome, spans),
             routed_experts=trajectory.routes(),
             spans=spans,

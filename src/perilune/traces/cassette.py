@@ -6,17 +6,23 @@ rules of the bundle (`perilune.redaction`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field, model_validator
 
 from perilune.data.episode import Episode
+from perilune.data.spans import Span
 from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError
 from perilune.files import canonical_json, sha256_bytes
 from perilune.frozen import Frozen
 from perilune.redaction import redact_document
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 Messages = tuple[dict[str, str], ...]
 Key = tuple[int, int, int]
@@ -50,19 +56,27 @@ class Verdict(Frozen):
 
 
 class Track(Frozen):
-    """The part of one player in an episode.
+    """The part of one player or sub-agent in an episode.
 
     Attributes:
+        agent: id of a sub-agent, such as "2.0"; "" for the player. Later contexts of the player are
+            sub-agents, too. A sub-agent's verdict has no reward, only a finish reason.
         opening, prompt: the messages before the player's first turn, and their tokens.
         stop: texts that end a turn.
     """
 
-    player: int
+    player: Annotated[int, Field(ge=0)]
+    agent: Annotated[str, Field(pattern=r"^([0-9]{1,9}(\.[0-9]{1,9})*)?$")] = ""
     opening: Messages
     prompt: tuple[int, ...]
     turns: tuple[Turn, ...]
     verdict: Verdict
     stop: tuple[str, ...] = ()
+
+    @property
+    def span_id(self) -> str:
+        """The id of the agent's span: "0" for player 0, "0.2" for its sub-agent "2"."""
+        return f"{self.player}.{self.agent}" if self.agent else f"{self.player}"
 
 
 class Sampling(Frozen):
@@ -112,25 +126,44 @@ class TaskRecord(Frozen):
 
 
 class Cassette(Frozen):
-    """One episode of all its players.
+    """One episode of all its players and their sub-agents.
 
     Attributes:
         tokenizer: digest of the tokenizer's files, which the suite holds.
         checkpoint: digest of the weights that sampled every turn; None if no stored checkpoint holds them.
-        order: the player of each action, in order.
+        order: `Track.span_id` of each action's agent, in order; "" for the empty action of a sub-agent that
+            had no room for a turn.
+        tracks: by player and sub-agent.
         shrunk_from: digest of the original if this cassette was cut, so that no model sampled its turns.
     """
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     source: Source
     environment: dict[str, Any]
     tokenizer: str
     checkpoint: str | None
     task: TaskRecord
     sampling: Sampling
-    order: tuple[int, ...]
+    order: tuple[str, ...]
     tracks: tuple[Track, ...]
     shrunk_from: str | None = None
+
+    @model_validator(mode="after")
+    def _check_agents(self) -> Cassette:
+        turns = {track.span_id: len(track.turns) for track in self.tracks}
+        if len(turns) < len(self.tracks):
+            raise ValueError("two tracks have the same player and agent")
+        for track in self.tracks:
+            parent = track.span_id.rpartition(".")[0]
+            if "." in parent and parent not in turns:
+                raise ValueError(f"the sub-agent {track.span_id} has the parent {parent}, which has no track")
+        aborted = {track.span_id for track in self.tracks if track.verdict.finish_reason == "aborted"}
+        for agent, count in Counter(filter(None, self.order)).items():
+            if agent not in turns:
+                raise ValueError(f"order: the agent {agent[:80]!r} has no track")
+            if count > turns[agent] + (agent in aborted):
+                raise ValueError(f"order: the agent {agent} has {count} actions and {turns[agent]} turns")
+        return self
 
     @property
     def digest(self) -> str:
@@ -139,29 +172,85 @@ class Cassette(Frozen):
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of prompts, turns and observations of all players."""
+        """Number of tokens of prompts, turns and observations of all players and sub-agents."""
         return sum(
             len(track.prompt) + sum(len(turn.tokens) + len(turn.seen) for turn in track.turns)
             for track in self.tracks
         )
 
-    def track(self, player: int) -> Track | None:
-        """Return the part of a player; None if it never moved."""
-        return next((track for track in self.tracks if track.player == player), None)
+    def track(self, span_id: str) -> Track | None:
+        """Return the part of a player or sub-agent; None if it never moved."""
+        return next((track for track in self.tracks if track.span_id == span_id), None)
 
     def actions(self) -> list[Turn]:
-        turns = {track.player: iter(track.turns) for track in self.tracks}
-        return [next(turns[player]) for player in self.order]
+        """Return all actions in order."""
+        turns = {track.span_id: iter(track.turns) for track in self.tracks}
+        return [
+            next(turns[agent]) if agent else Turn(tokens=(), text="", finished=True) for agent in self.order
+        ]
 
     def to_bytes(self) -> bytes:
         """Return the canonical JSON, redacted."""
         return canonical_json(redact_document(self.model_dump(mode="json")))
 
 
-def extract_track(episode: Episode, sampling: Sampling, stop: Sequence[str] = ()) -> Track:
-    """Return the part of a player from its episode.
+def extract_tracks(
+    episode: Episode, sampling: Sampling, stop: Sequence[str] = (), agent_stop: Sequence[str] = ()
+) -> list[Track]:
+    """Return the parts of a player and its sub-agents from the player's episode, in the order of their ids.
 
-    A turn is finished if it has fewer than `sampling.max_tokens` tokens, a stop token or a text of `stop`.
+    Args:
+        agent_stop: texts that end a turn of a sub-agent.
+
+    Raises:
+        RequestError: as `extract_track`, and when the file has no tokens of the sub-agents.
+    """
+    tracks = [extract_track(episode, sampling, stop)]
+    for span in sorted(episode.spans[1:], key=lambda span: [*map(int, span.span_id.split("."))]):
+        agent = span.span_id.partition(".")[2]
+        tracks.append(extract_track(_agent_episode(episode, span), sampling, agent_stop, agent))
+    return tracks
+
+
+def _agent_episode(episode: Episode, span: Span) -> Episode:
+    """Return the part of a sub-agent as an episode without a score.
+
+    Raises:
+        RequestError: when the span has no tokens.
+    """
+    if len(span.token_ids) != span.tokens + span.prompt_tokens:
+        what = "the episodes have no tokens of sub-agents: an earlier version of Perilune wrote them"
+        raise RequestError(what, where=episode.episode_id, remedy="run the stage again")
+    mask = np.array(span.loss_mask, np.bool_)
+    first = int(np.argmax(mask)) if mask.any() else len(mask)
+    ids, mask = np.array(span.token_ids, np.int32), mask[first:]
+    return replace(
+        episode,
+        messages=span.messages,
+        prompt_ids=ids[:first],
+        token_ids=ids[first:],
+        loss_mask=mask,
+        logprobs=np.zeros(len(mask), np.float32),
+        policy_version=np.where(mask, span.policy_version, -1).astype(np.int32),
+        finish_reason=span.finish_reason or "stop",
+        reward=None,
+        reward_terms={},
+        step_rewards=None,
+        failure="",
+        metrics={},
+        routed_experts=None,
+        spans=(),
+        top_ids=None,
+        top_logprobs=None,
+        reference_logprobs=None,
+    )
+
+
+def extract_track(episode: Episode, sampling: Sampling, stop: Sequence[str] = (), agent: str = "") -> Track:
+    """Return the part of a player from its episode, or that of a sub-agent.
+
+    A turn is finished if it has a stop token or a text of `stop`. A player's is also finished if it has fewer
+    than `sampling.max_tokens` tokens; turns of sub-agents may have lower limits.
 
     Raises:
         RequestError: when two turns have no observation between them, so their tokens cannot be told apart.
@@ -180,7 +269,8 @@ def extract_track(episode: Episode, sampling: Sampling, stop: Sequence[str] = ()
         text = episode.messages[start]["content"]
         until = runs[number + 1][0] if number + 1 < len(runs) else len(episode.token_ids)
         is_last = number + 1 == len(runs)
-        finished = len(tokens) < sampling.max_tokens or tokens[-1] in sampling.stop_token_ids
+        finished = tokens[-1] in sampling.stop_token_ids
+        finished = finished or (not agent and len(tokens) < sampling.max_tokens)
         finished = finished or any(stop_text in text for stop_text in stop)
         turns.append(
             Turn(
@@ -193,6 +283,7 @@ def extract_track(episode: Episode, sampling: Sampling, stop: Sequence[str] = ()
         )
     return Track(
         player=episode.player,
+        agent=agent,
         opening=_messages(episode.messages[:first]),
         prompt=episode.prompt_ids.tolist(),
         turns=tuple(turns),

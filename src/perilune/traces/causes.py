@@ -19,7 +19,7 @@ _CAUSE_METRICS = ("contained/", "strategy/")  # metrics of an episode that name 
 
 def describe_cause(cassette: Cassette) -> str:
     """Return the cause of the outcome of a cassette, for all its players."""
-    parts = [_describe_track(track) for track in cassette.tracks]
+    parts = [_describe_track(track) for track in cassette.tracks if not track.agent]
     return " | ".join(dict.fromkeys(parts)) or "nobody moved"
 
 

@@ -20,7 +20,7 @@ _MAX_CHARACTERS = 160  # of a value in a difference
 
 
 class Expectation(Frozen):
-    """The recorded behavior that a replay of one player must repeat.
+    """The recorded behavior that a replay of one player or sub-agent must repeat.
 
     Attributes:
         texts: SHA-256 of each turn's text, which changes if the tokenizer decodes differently.
@@ -30,6 +30,7 @@ class Expectation(Frozen):
     """
 
     player: int
+    agent: str = ""
     verdict: Verdict
     texts: tuple[str, ...]
     seen: tuple[Messages, ...]
@@ -53,6 +54,7 @@ class Difference:
 def make_expectation(track: Track) -> Expectation:
     return Expectation(
         player=track.player,
+        agent=track.agent,
         verdict=track.verdict,
         texts=tuple(sha256_bytes(turn.text.encode("utf-8", "surrogatepass")) for turn in track.turns),
         seen=(track.opening, *(turn.messages for turn in track.turns)),
@@ -66,15 +68,18 @@ def make_expectation(track: Track) -> Expectation:
 
 def find_differences(expected: Sequence[Expectation], replayed: Sequence[Expectation]) -> list[Difference]:
     """Return all differences between a recording and a replay."""
-    before, after = ({item.player: item for item in part} for part in (expected, replayed))
+    before, after = ({(item.player, item.agent): item for item in part} for part in (expected, replayed))
+    players = {player for player, _ in before}
     diffs = []
-    for player in sorted(before.keys() | after.keys()):
-        name = f"player {player} " if len(before) > 1 or player else ""
-        if player not in before or player not in after:
+    for key in sorted(before.keys() | after.keys()):
+        player, agent = key
+        name = f"player {player} " if len(players) > 1 or player else ""
+        name += f"sub-agent {agent} " if agent else ""
+        if key not in before or key not in after:
             moved = {True: "moves", False: "does not move"}
-            diffs.append(Difference("turns", f"{name}turns", moved[player in before], moved[player in after]))
+            diffs.append(Difference("turns", f"{name}turns", moved[key in before], moved[key in after]))
             continue
-        diffs += _compare_players(before[player], after[player], name)
+        diffs += _compare_agents(before[key], after[key], name)
     return diffs
 
 
@@ -92,11 +97,12 @@ def _compare_verdicts(expected: Verdict, replayed: Verdict, name: str) -> list[D
 
 
 def find_token_differences(recorded: Sequence[Track], replayed: Sequence[Track]) -> list[Difference]:
-    """Return the first sampled token of each player that differs, for mode `exact`."""
-    after = {track.player: track for track in replayed}
+    """Return the first sampled token of each player and sub-agent that differs, for mode `exact`."""
+    after = {track.span_id: track for track in replayed}
     diffs = []
     for track in recorded:
-        other = after[track.player].turns if track.player in after else ()
+        other = after[track.span_id].turns if track.span_id in after else ()
+        name = f"sub-agent {track.span_id}, " if track.agent else ""
         for number, (old, new) in enumerate(zip_longest(track.turns, other), 1):
             before, now = (turn.tokens if turn else () for turn in (old, new))
             if before != now:
@@ -105,12 +111,12 @@ def find_token_differences(recorded: Sequence[Track], replayed: Sequence[Track])
                     min(len(before), len(now)),
                 )
                 values = [_format_value(list(part[position : position + 8])) for part in (before, now)]
-                diffs.append(Difference("sampled", f"turn {number}, token {position}", *values))
+                diffs.append(Difference("sampled", f"{name}turn {number}, token {position}", *values))
                 break
     return diffs
 
 
-def _compare_players(before: Expectation, after: Expectation, name: str) -> list[Difference]:
+def _compare_agents(before: Expectation, after: Expectation, name: str) -> list[Difference]:
     diffs = []
     if len(before.texts) != len(after.texts):
         diffs.append(_make_difference("turns", f"{name}turns", len(before.texts), len(after.texts)))

@@ -1,8 +1,7 @@
 """Records episodes of a run as cassettes.
 
 A cassette is kept only if it now plays exactly as it was recorded. This excludes episodes that depend on an
-opponent, a reward model, or clocks and networks inside a tool, which no tape holds. Episodes with turns of
-sub-agents, or of later contexts of the player, are refused, because a cassette holds one context per player.
+opponent, a reward model, or clocks and networks inside a tool, which no tape holds.
 """
 
 import re
@@ -17,10 +16,9 @@ from perilune.environments.core.mixture import find_part
 from perilune.environments.core.protocol import Environment, Split, Task
 from perilune.environments.core.registry import make_environment
 from perilune.errors import PeriluneError
-from perilune.traces.cassette import Cassette, Sampling, Source, TaskRecord, extract_track
+from perilune.traces.cassette import Cassette, Sampling, Source, TaskRecord, extract_tracks
 from perilune.traces.oracle import make_expectation
 from perilune.traces.replay import Replay, Replayer
-from perilune.traces.tape import SUB_AGENTS_REFUSED
 
 _NUMBERS = re.compile(r"\d+ ?")  # numbers in differences, which would make every reason unique
 MAX_TASKS = 200_000  # tasks of a split that are searched for those of the episodes
@@ -65,9 +63,6 @@ def record_episodes(
     refused: Counter[str] = Counter()
     drafts = []
     for members in group_rollouts(episodes):
-        if any(episode.spans for episode in members):
-            refused[SUB_AGENTS_REFUSED] += 1
-            continue
         task = tasks.get(members[0].task_id)
         if task is None:
             refused["the environment no longer has its task"] += 1
@@ -122,8 +117,11 @@ def _draft_cassette(
     step, index, *_, sample = members[0].episode_id.split("/")
     key = (members[0].seed, int(step), int(index))
     sampling = Sampling(key=key, sample=int(sample), **origin.sampling)
-    stop = tuple(getattr(find_part(environment, task), "stop_texts", ()))
+    part = find_part(environment, task)
+    stop = tuple(getattr(part, "stop_texts", ()))
+    agent_stop = stop if getattr(part, "stops_agents", False) else ()
     versions = {int(version) for episode in members for version in episode.policy_version[episode.loss_mask]}
+    versions |= {span.policy_version for episode in members for span in episode.spans if span.tokens}
     source = Source(run=origin.run, stage=origin.stage, file=file, episode_id=members[0].episode_id)
     return Cassette(
         source=source,
@@ -133,16 +131,18 @@ def _draft_cassette(
         task=TaskRecord.of(task),
         sampling=sampling,
         order=(),
-        tracks=tuple(extract_track(episode, sampling, stop) for episode in members),
+        tracks=tuple(
+            track for episode in members for track in extract_tracks(episode, sampling, stop, agent_stop)
+        ),
     )
 
 
 def _complete_cassette(draft: Cassette, replay: Replay) -> Cassette:
     """Return the cassette with the order of its actions, and only the metrics that a replay computes."""
-    replayed = {track.player: track.verdict.metrics for track in replay.tracks}
+    replayed = {track.span_id: track.verdict.metrics for track in replay.tracks}
     tracks = []
     for track in draft.tracks:
-        known = replayed.get(track.player, {})
+        known = replayed.get(track.span_id, {})
         metrics = {name: value for name, value in track.verdict.metrics.items() if name in known}
         verdict = track.verdict.model_copy(update={"metrics": metrics})
         tracks.append(track.model_copy(update={"verdict": verdict}))

@@ -23,7 +23,7 @@ from perilune.models.text.tokenizer import Tokenizer
 from perilune.rollout.rollout import Rollout
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import session_seed
-from perilune.traces.cassette import Cassette, Track, extract_track
+from perilune.traces.cassette import Cassette, Track, extract_tracks
 from perilune.traces.oracle import Difference, Expectation, find_differences, make_expectation
 from perilune.traces.tape import NoEngine, TapedWorker
 from perilune.verifiers import Scorer
@@ -39,13 +39,13 @@ class Replay:
     """The result of playing a cassette.
 
     Attributes:
-        tracks: the players' parts, as in the cassette.
-        order: the player of each action.
+        tracks: the parts of players and sub-agents, as in the cassette.
+        order: the agent of each action, as in the cassette.
         error: the reason why the replay stopped; "" if it played to the end.
     """
 
     tracks: tuple[Track, ...] = ()
-    order: tuple[int, ...] = ()
+    order: tuple[str, ...] = ()
     error: str = ""
 
     def differences(self, expected: Sequence[Expectation]) -> list[Difference]:
@@ -117,10 +117,14 @@ class Replayer:
                 (tape.task.task(), _make_transcript(tape, track.player))
                 for tape in valid
                 for track in tape.tracks
+                if not track.agent
             ]
             outcomes = iter(self._scorer(batch[0]).score(items))
             verdicts = {
-                tape.digest: [_with_outcome(track, next(outcomes)) for track in tape.tracks] for tape in valid
+                tape.digest: [
+                    track if track.agent else _with_outcome(track, next(outcomes)) for track in tape.tracks
+                ]
+                for tape in valid
             }
             return [Replay(tuple(verdicts.get(tape.digest, tape.tracks)), tape.order) for tape in batch]
 
@@ -139,6 +143,8 @@ class Replayer:
         first, sampling = cassettes[0], cassettes[0].sampling
         environment = make_environment(first.environment, checked=False)
         tokenizer, scorer = self.tokenizer_of(first.tokenizer), self._scorer(first)
+        for tape in cassettes:
+            _check_tokens(tape, tokenizer)
         worker = TapedWorker(engine, tokenizer, scorer, environment, sampling.key[0], until=until)
         params = SamplingParams(
             sampling.max_tokens,
@@ -199,27 +205,49 @@ def _with_sample(cassette: Cassette, sample: int) -> Cassette:
 
 
 def _collect_replay(worker: TapedWorker, rollout: Rollout, params: SamplingParams) -> Replay:
-    stop = worker.add_stop_texts(params, rollout.task).stop
+    stops = [make(params, rollout.task).stop for make in (worker.add_stop_texts, worker.agent_params)]
     tape, is_taped = worker.tapes[rollout], worker.until is None
-    tracks = []
+    tracks: list[Track] = []
     for group in worker.build_groups([rollout], params):
         for episode in group:
-            track = extract_track(_drop_missing_turn(episode), tape.sampling, stop)
-            tracks.append(_restore_finished(tape, track) if is_taped else track)
-    order = tuple(worker.order.get(rollout, ()))
-    if rollout.finish_reason != "aborted" and len(order) != sum(len(track.turns) for track in tracks):
+            found = extract_tracks(_drop_missing_turns(episode), tape.sampling, *stops)
+            tracks += [_restore_finished(tape, track) for track in found] if is_taped else found
+    taken = worker.order.get(rollout, {})
+    order = tuple(
+        taken.get(number, "") for number in range(max([len(rollout.actions), *(n + 1 for n in taken)]))
+    )
+    is_aborted = any(track.verdict.finish_reason == "aborted" for track in tracks)
+    if not is_aborted and len(taken) != sum(len(track.turns) for track in tracks):
         return Replay(error="two turns without an observation between them cannot be told apart")
     return Replay(tuple(tracks), order)
 
 
-def _drop_missing_turn(episode: Episode) -> Episode:
-    """Return the episode without a turn that the tape lacked, which has no tokens."""
-    return replace(episode, messages=episode.messages[:-1]) if episode.finish_reason == "aborted" else episode
+def _drop_missing_turns(episode: Episode) -> Episode:
+    """Return the episode without the turns that the tape lacked, which have no tokens."""
+    spans = tuple(
+        replace(span, messages=span.messages[:-1]) if span.finish_reason == "aborted" else span
+        for span in episode.spans
+    )
+    messages = episode.messages[:-1] if episode.finish_reason == "aborted" else episode.messages
+    return replace(episode, messages=messages, spans=spans)
+
+
+def _check_tokens(cassette: Cassette, tokenizer: Tokenizer) -> None:
+    """Check the recorded tokens.
+
+    Raises:
+        RequestError: when the vocabulary lacks one.
+    """
+    for track in cassette.tracks:
+        for number, turn in enumerate(track.turns, 1):
+            if any(not 0 <= token < tokenizer.vocab_size for token in turn.tokens):
+                what = f"agent {track.span_id}, turn {number}: a token is outside the vocabulary"
+                raise RequestError(what, where=cassette.source.episode_id, remedy="record the episode again")
 
 
 def _restore_finished(cassette: Cassette, track: Track) -> Track:
     """Return the track with `finished` of each turn as on the tape: shrunk turns are below the limit."""
-    tape = cassette.track(track.player)
+    tape = cassette.track(track.span_id)
     finished = [turn.finished for turn in tape.turns[: len(track.turns)]] if tape else []
     turns = [
         turn.model_copy(update={"finished": flag}) for turn, flag in zip(track.turns, finished, strict=False)

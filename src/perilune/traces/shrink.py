@@ -138,22 +138,22 @@ def _with_turns(cassette: Cassette, kept: Sequence[int]) -> Cassette | None:
     """Return the draft with the actions at the indices `kept`; None without actions."""
     if not kept:
         return None
-    turns: dict[int, list[Turn]] = {track.player: [] for track in cassette.tracks}
+    turns: dict[str, list[Turn]] = {"": [], **{track.span_id: [] for track in cassette.tracks}}
     actions = cassette.actions()
     for index in kept:
         turns[cassette.order[index]].append(actions[index])
-    tracks = tuple(part.model_copy(update={"turns": tuple(turns[part.player])}) for part in cassette.tracks)
+    tracks = tuple(part.model_copy(update={"turns": tuple(turns[part.span_id])}) for part in cassette.tracks)
     return cassette.model_copy(update={"tracks": tracks})
 
 
 def _with_text(cassette: Cassette, place: int, text: str, tokenizer: Tokenizer) -> Cassette | None:
     """Return the draft with another text of one action; None if the text has no tokens."""
-    player = cassette.order[place]
-    number = cassette.order[:place].count(player)
+    agent = cassette.order[place]
+    number = cassette.order[:place].count(agent)
     tracks = []
     for track in cassette.tracks:
         turns = list(track.turns)
-        if track.player == player:
+        if track.span_id == agent:
             old = turns[number]
             tokens = tokenizer.encode_completion(text)
             tokens = tokens if old.finished else tokens[:-1]

@@ -21,7 +21,7 @@ from perilune.errors import RequestError
 from perilune.files import read_json, read_regular, sha256_bytes, sha256_file, write_atomic, write_json
 from perilune.frozen import Frozen, invalid_value
 from perilune.models.text.tokenizer import Tokenizer
-from perilune.traces.cassette import Cassette
+from perilune.traces.cassette import SCHEMA_VERSION, Cassette
 from perilune.traces.oracle import Expectation, make_expectation
 
 INDEX_FILE = "suite.json"
@@ -118,6 +118,11 @@ class Suite:
 
     def _load_cassette(self, digest: str) -> Cassette:
         path = self.root / "cassettes" / f"{digest}.json"
+        document = read_json(path)
+        version = document.get("schema_version") if isinstance(document, dict) else None
+        if version != SCHEMA_VERSION:
+            what = f"the cassette has schema {version!r:.40}, and this version reads schema {SCHEMA_VERSION}"
+            raise RequestError(what, where=str(path), remedy="record the suite again")
         cassette = _parse_file(Cassette, path)
         if sha256_bytes(read_regular(path)) != digest:
             what = "the digest of the file is not its name"

@@ -11,8 +11,6 @@ from perilune.rollout.rollout import DueTurn, Rollout
 from perilune.rollout.worker import Progress, RolloutWorker
 from perilune.traces.cassette import Cassette
 
-SUB_AGENTS_REFUSED = "a cassette cannot hold turns of sub-agents, or of a player's later contexts, yet"
-
 
 @dataclass(frozen=True)
 class NoEngine:
@@ -43,12 +41,13 @@ class TapedWorker(RolloutWorker):
         tapes: the cassette of each rollout.
         until: number of actions of an episode after which the engine samples; None: never. A turn that the
             tape lacks is then aborted, which ends the episode.
-        order: the players of each rollout's actions, filled while playing.
+        order: the span ids of the agents of each rollout's actions by the action's number, filled while
+            playing.
     """
 
     tapes: dict[Rollout, Cassette] = field(default_factory=dict)
     until: int | None = None
-    order: dict[Rollout, list[int]] = field(default_factory=dict)
+    order: dict[Rollout, dict[int, str]] = field(default_factory=dict)
 
     def sample_turns(
         self,
@@ -61,7 +60,7 @@ class TapedWorker(RolloutWorker):
         """Return each turn: from the tape of its rollout, or sampled."""
         taped: dict[DueTurn, Completion] = {}
         for turn in turns:
-            self.order.setdefault(turn.rollout, []).append(turn.rollout.observation.player)
+            self.order.setdefault(turn.rollout, {})[turn.number] = _span_id(turn)
             if self.until is None or turn.number < self.until:
                 taped[turn] = self._replay_turn(turn)
         live = [(turn, context) for turn, context in zip(turns, contexts, strict=True) if turn not in taped]
@@ -72,9 +71,7 @@ class TapedWorker(RolloutWorker):
         return [taped[turn] for turn in turns]
 
     def _replay_turn(self, due: DueTurn) -> Completion:
-        if due.agent:
-            raise WorkFailedError(SUB_AGENTS_REFUSED)
-        track = self.tapes[due.rollout].track(due.rollout.observation.player)
+        track = self.tapes[due.rollout].track(_span_id(due))
         number = len(due.trajectory.turns)
         turn = track.turns[number] if track is not None and number < len(track.turns) else None
         count = len(turn.tokens) if turn else 0
@@ -85,3 +82,8 @@ class TapedWorker(RolloutWorker):
             np.zeros(count, np.int32),
             ending,  # type: ignore[arg-type]
         )
+
+
+def _span_id(turn: DueTurn) -> str:
+    player = turn.rollout.observation.player
+    return f"{player}.{turn.agent}" if turn.agent else f"{player}"

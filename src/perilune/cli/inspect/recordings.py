@@ -127,9 +127,17 @@ def _origin(stage: StageView, attempt: Attempt, recorded: RecordedEpisodes) -> O
         seed=job.seed,
         sampling=sampling | (job.spec.get("sampling") or {}),
         tokenizer=digest,
-        checkpoint=next((item.digest for item in job.inputs if item.name in ("checkpoint", "model")), None),
+        checkpoint=_sampling_checkpoint(job),
         system=system if isinstance(system := job.spec.get("system"), str) else "",
     )
+
+
+def _sampling_checkpoint(job: Job) -> str | None:
+    """Return the digest of the weights that a stage began with; None if its sub-agents have other weights."""
+    digests = {item.name: item.digest for item in job.inputs}
+    if "sub_agent_checkpoint" in digests:
+        return None
+    return digests.get("checkpoint") or digests.get("model")
 
 
 def _restore_rewards(episodes: list[Episode], attempt: Attempt) -> list[Episode]:
