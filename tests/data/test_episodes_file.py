@@ -23,6 +23,7 @@ from perilune.data.episodes_file import (
     read_scores,
     write_episodes,
 )
+from perilune.data.spans import Span
 from perilune.errors import RequestError
 
 
@@ -98,6 +99,23 @@ def test_read_episodes_restores_random_episodes(tmp_path_factory, rows):
     write_episodes(path, episodes)
     for before, after in zip(episodes, read_episodes(path), strict=True):
         assert_equal(before, after)
+
+
+def test_spans_of_earlier_versions_have_no_tokens(tmp_path):
+    talk = ({"role": "user", "content": "?"},)
+    part = Span("0.1", "ask", (1,), 2, 2, 1, 3, talk, (5, 6, 7), (False, False, True), "length")
+    path = tmp_path / "episodes.parquet"
+    write_episodes(path, [episode(spans=(Span("0", "agent", (0, 2), -1, 4, 5, 3), part))])
+    assert read_episodes(path)[0].spans[1] == part
+    table = pq.read_table(path)
+    old = ("span_id", "name", "rounds", "joined", "prompt_tokens", "tokens", "policy_version", "messages")
+    kind = table.schema.field("spans").type.value_type
+    rows = [[{key: span[key] for key in old} for span in row] for row in table["spans"].to_pylist()]
+    column = pa.array(rows, pa.list_(pa.struct([kind.field(name) for name in old])))
+    place = table.column_names.index("spans")
+    pq.write_table(table.set_column(place, "spans", column), path)
+    (again,) = read_episodes(path)
+    assert again.spans[1] == dataclasses.replace(part, token_ids=(), loss_mask=(), finish_reason="")
 
 
 def test_write_episodes_is_deterministic(tmp_path):

@@ -324,6 +324,28 @@ def test_episodes_with_sub_agents_replay_exactly() -> None:
         assert find_token_differences(tape.tracks, changed.tracks) and not scored.differences(expected)
 
 
+@pytest.mark.parametrize("folded", [True, False])
+def test_later_contexts_and_refused_sub_agents_replay(monkeypatch: pytest.MonkeyPatch, folded: bool) -> None:
+    if folded:
+        played, origin = play_folded(24), replace(ORIGIN, environment=FOLDED, section=FOLDED)
+    else:
+        monkeypatch.setattr(
+            RolloutWorker, "_fits_context", lambda self, trajectory, params: trajectory.name != "part"
+        )
+        played, origin = flatten(play(2)[0]), ORIGIN
+    with Replayer(lambda _: TOKENIZER) as replayer:
+        cassettes, refused = record_episodes(played, "f", origin, replayer)
+        again = replayer.exact(cassettes, engine_of(TOKENIZER))
+        rescored = replayer.rescore(cassettes)
+    assert not refused and len(cassettes) == 8
+    assert any("" in tape.order for tape in cassettes) != folded
+    assert any(track.agent and track.turns for tape in cassettes for track in tape.tracks) == folded
+    for tape, replay, scored in zip(cassettes, again, rescored, strict=True):
+        expected = [*map(make_expectation, tape.tracks)]
+        assert not find_token_differences(tape.tracks, replay.tracks)
+        assert not replay.differences(expected) and not scored.differences(expected)
+
+
 def test_fork_keeps_the_actions_before_it() -> None:
     engine = engine_of(TOKENIZER)
     groups, _ = play(1, engine=engine)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,16 @@ from task_cases import make_bundle, make_job, run_in, run_task
 
 from perilune.bundle.digest import contents_digest, source_files
 from perilune.cli.main import main
+from perilune.data.episodes_file import read_episodes, write_episodes
 from perilune.environments import Transcript, make_environment
 from perilune.errors import RequestError
 from perilune.files import sha256_file
 from perilune.models.checkpoints.loading import new_model, save_checkpoint
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.traces.suite import Suite, write_suite
-from perilune.traces.tape import SUB_AGENTS_REFUSED
 
 Run = Callable[..., tuple[int, Any]]
+EXACT: list[Any] = ["--mode", "exact", "--checkpoint"]
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +71,31 @@ def test_record_and_run_replay_episodes_of_a_stage(attempt: Path, tmp_path: Path
     assert "no episode fulfils" in perilune("record", attempt, "--out", suite, "--where", "reward > 5")[1]
 
 
-def test_reason_is_named_when_no_episode_can_be_recorded(tmp_path: Path, perilune: Run) -> None:
+def test_episodes_with_sub_agents_replay_and_those_without_tokens_are_refused(
+    tmp_path: Path, perilune: Run
+) -> None:
     environment = {"id": "factory", "factory": "task_environments:Team"}
     tokenizer = Tokenizer.characters(" 0123456789[]=begindo")
     attempt = evaluated(tmp_path, environment, tokenizer, tasks=8, samples=8, max_tokens=80)
-    suite = tmp_path / "suite"
+    suite, empty, where = tmp_path / "suite", tmp_path / "empty", ("--where", "metrics.sub_agents > 0")
+    code, recorded = perilune("record", attempt, *where, "--out", suite)
+    assert code == 0 and recorded["cases"] and not recorded["refused"], recorded
+    for options in (
+        ["--mode", "harness"],
+        ["--mode", "rescore"],
+        EXACT + [attempt / "inputs" / "checkpoint"],
+    ):
+        code, report = perilune("run", suite, *options)
+        assert (code, report["failed"], report["cases"]) == (0, 0, len(recorded["cases"]))
+    for path in attempt.rglob("*.parquet"):
+        episodes = read_episodes(path)
+        spans = [[replace(span, token_ids=(), loss_mask=()) for span in one.spans] for one in episodes]
+        write_episodes(
+            path, [replace(one, spans=tuple(own)) for one, own in zip(episodes, spans, strict=True)]
+        )
     for command in ("suite", "record"):
-        code, message = perilune(command, attempt, "--where", "metrics.sub_agents > 0", "--out", suite)
-        assert code == 2 and SUB_AGENTS_REFUSED in message and not suite.exists()
+        code, message = perilune(command, attempt, *where, "--out", empty)
+        assert code == 2 and "an earlier version of Perilune wrote them" in message and not empty.exists()
 
 
 def test_episodes_with_auxiliary_rewards_keep_the_reward_of_the_environment(

@@ -101,4 +101,4 @@ def _reward_intervals(
 
 
 def _rewards_by_player(expectations: Sequence[Expectation]) -> dict[int, float | None]:
-    return {expectation.player: expectation.verdict.reward for expectation in expectations}
+    return {item.player: item.verdict.reward for item in expectations if not item.agent}
