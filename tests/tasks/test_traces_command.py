@@ -20,7 +20,6 @@ from perilune.models.text.tokenizer import Tokenizer
 from perilune.traces.suite import Suite, write_suite
 
 Run = Callable[..., tuple[int, Any]]
-EXACT: list[Any] = ["--mode", "exact", "--checkpoint"]
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +79,8 @@ def test_episodes_with_sub_agents_replay_and_those_without_tokens_are_refused(
     suite, empty, where = tmp_path / "suite", tmp_path / "empty", ("--where", "metrics.sub_agents > 0")
     code, recorded = perilune("record", attempt, *where, "--out", suite)
     assert code == 0 and recorded["cases"] and not recorded["refused"], recorded
-    for options in (
-        ["--mode", "harness"],
-        ["--mode", "rescore"],
-        EXACT + [attempt / "inputs" / "checkpoint"],
-    ):
+    exact = ["--mode", "exact", "--checkpoint", attempt / "inputs" / "checkpoint"]
+    for options in (["--mode", "harness"], ["--mode", "rescore"], exact):
         code, report = perilune("run", suite, *options)
         assert (code, report["failed"], report["cases"]) == (0, 0, len(recorded["cases"]))
     for path in attempt.rglob("*.parquet"):

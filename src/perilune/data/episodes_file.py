@@ -5,7 +5,6 @@ fixed.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -242,7 +241,8 @@ def _to_row(episode: Episode) -> dict[str, Any]:
     row["routed_experts"] = None if experts is None else experts.reshape(-1)
     row["routed_experts_shape"] = None if experts is None else list(experts.shape)
     row["routed_experts_dtype"] = None if experts is None else experts.dtype.name
-    row["spans"] = [asdict(span) for span in episode.spans]
+    names = Span.__slots__  # not by asdict, which copies each token
+    row["spans"] = [{name: getattr(span, name) for name in names} for span in episode.spans]
     row |= {name: None if (top := getattr(episode, name)) is None else top.tolist() for name in _TOP_TOKENS}
     return row
 

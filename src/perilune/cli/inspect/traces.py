@@ -192,7 +192,9 @@ def fork_command(
     suite: SuiteArgument,
     digest: Annotated[str, typer.Argument(metavar="DIGEST", help="First characters of a cassette's digest.")],
     *,
-    after: Annotated[int, typer.Option(min=0, help="Number of turns to take from the recording.")],
+    after: Annotated[
+        int, typer.Option(min=0, help="Number of turns of all agents to take from the recording.")
+    ],
     checkpoint: Annotated[str | None, typer.Option(help="The weights: a folder or a run.")] = None,
     samples: Annotated[int, typer.Option(min=1, max=4096, help="Number of continuations to sample.")] = 16,
     as_json: Json = False,
