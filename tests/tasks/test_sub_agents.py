@@ -275,7 +275,9 @@ def test_sub_agent_without_room_for_another_turn_is_truncated(monkeypatch: pytes
     )
     groups, _ = play(2, sub_agents=SubAgents(trained=True))
     parts = [episode for group in groups for episode in group if episode.is_sub_agent]
-    assert any(e.truncated and e.token_ids[-1] in ENDS for e in parts)  # its only turn was complete
+    assert any(
+        e.truncated and e.token_ids[e.loss_mask][-1] in ENDS for e in parts
+    )  # its only turn was complete
     assert not all(e.truncated for e in parts)
 
 
