@@ -1,22 +1,33 @@
-"""Answer twenty questions about a home of real runs with a scripted client of `perilune mcp` over stdio.
-
-No language model takes part: for each question, the script defines the tools to call and the figure to take
-from their results. It shows that the tools suffice and that their figures are right, but not that a model
-would find them.
-The expected figures come from the files of the bundles and from what `perilune run --json` printed.
+"""Answer twenty questions about a home of real runs through `perilune mcp` over stdio.
 
     python benchmarks/mcp_questions.py
+
+A script answers first: for each question, it defines the tools to call and the figure to take from their
+results. It shows that the tools suffice and that their figures are right. An agent answers next, to whom
+nobody names a tool. The first command makes a home and questions.txt, and must keep running. The second is
+the agent's: it prints the tools, or the result of a call. The third grades the list of 20 texts in the
+agent's FOLDER/answers.json:
+
+    python benchmarks/mcp_questions.py --prepare FOLDER
+    python benchmarks/mcp_questions.py --call FOLDER [TOOL ARGUMENTS]
+    python benchmarks/mcp_questions.py --grade FOLDER
+
+The expected figures come from the files of the bundles and from what
+`perilune run --json` printed. They lie beside FOLDER, in FOLDER.key.json.
 """
 
+import argparse
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -66,6 +77,16 @@ TEMPLATE = {
     "placement": {"name": "rented", "provider": "fake", "kind": "small"}
     | {"lease": {"max_lifetime": LIFETIME, "max_cost": 1.0, "idle": 600}, "site": {"python": "python3"}},
     "limits": {"on_box_stop_after": 1200},
+}
+HEADER = {
+    "title": "Questions about runs, answered through MCP",
+    "about": "A script answered first. It fixes the tools that answer each question, so its answers show"
+    " that the tools suffice and give the right numbers. The agent is a large language model "
+    "that had only the questions, a command that lists the tools, and a command that calls one."
+    " Nobody named a tool to it. Of the eight experiments, one had failed and one had been "
+    "killed with SIGKILL. Costs are those of a fake cloud. A number is right if it agrees with "
+    "the files of the bundles to three digits, and a reason if it contains the recorded one.",
+    "command": "python benchmarks/mcp_questions.py",
 }
 T_TWO = 4.303  # two-sided 5% of Student's t with two degrees of freedom
 Question = tuple[str, Callable[..., Any], Any]
@@ -172,6 +193,11 @@ def cloud(folder: Path) -> Iterator[None]:
         server.wait()
 
 
+def find(message: str, document: Any) -> str:
+    """The message, if the document contains it."""
+    return message if message in json.dumps(document, ensure_ascii=False) else "not found"
+
+
 def run_id(attempt: Path) -> str:
     return attempt.parents[1].name
 
@@ -215,16 +241,16 @@ def questions(home: Home) -> list[Question]:
     killed = file(home.killed["sft"], "runtime/result.json")["message"].partition("\n")[0]
     assert "9" in killed or "KILL" in killed, killed
     return [
-        ("How many experiments are there?", computed("runs", lambda d: len(d["experiments"])), 8),
+        ("How many experiments does the home have?", computed("runs", lambda d: len(d["experiments"])), 8),
         (
-            "How many stages failed?",
+            "How many stages failed, over all experiments?",
             computed(
                 "runs", lambda d: sum(s["state"] == "failed" for e in d["experiments"] for s in e["stages"])
             ),
             2,
         ),
         (
-            "Which stage of the broken one failed?",
+            "Which stage of the experiment `broken` failed?",
             computed(
                 "runs",
                 lambda d: next(s["stage"] for s in d["experiments"][0]["stages"] if s["state"] == "failed"),
@@ -233,42 +259,42 @@ def questions(home: Home) -> list[Question]:
             "traces",
         ),
         (
-            "Why did it fail?",
-            computed("explain", lambda d: message in json.dumps(d, ensure_ascii=False), target="broken"),
-            True,
+            "Why did the experiment `broken` fail?",
+            computed("explain", lambda d: find(message, d), target="broken"),
+            message,
         ),
         (
-            "Which signal ended the other one?",
-            computed("explain", lambda d: killed in json.dumps(d), target="killed"),
-            True,
+            "What ended the experiment `killed`?",
+            computed("explain", lambda d: find(killed, d), target="killed"),
+            killed,
         ),
         (
-            "Which arm is best: how many SFT steps?",
+            "Which number of SFT steps has the best mean pass@1 in the experiments `sums`?",
             compare(lambda d: d["arms"][d["best"] - 1]["settings"]["sft.steps"]),
             100 if fmean(rate["long"]) > fmean(rate["short"]) else 10,
         ),
         (
-            "What is pass@1 of 10 steps?",
+            "What is the mean pass@1 of `sums` with 10 SFT steps?",
             compare(lambda d: arm(d, 10)["figure"]["mean"]),
             fmean(rate["short"]),
         ),
         (
-            "What is pass@1 of 100 steps?",
+            "What is the mean pass@1 of `sums` with 100 SFT steps?",
             compare(lambda d: arm(d, 100)["figure"]["mean"]),
             fmean(rate["long"]),
         ),
         (
-            "How large is the difference?",
+            "How large is the difference between these two means?",
             compare(lambda d: abs(next(a["difference"]["mean"] for a in d["arms"] if a["difference"]))),
             abs(fmean(differences)),
         ),
         (
-            "Is it more than noise?",
+            "What can one conclude from this difference: higher, lower, or no difference shown?",
             compare(lambda d: next(a["difference"]["conclusion"] for a in d["arms"] if a["difference"])),
             conclusion(differences),
         ),
         (
-            "How many seeds support it?",
+            "How many seeds support this comparison?",
             compare(
                 lambda d: next(
                     a["difference"]["seeds"]
@@ -281,36 +307,44 @@ def questions(home: Home) -> list[Question]:
             3,
         ),
         (
-            "What is pass@1 of seed 0 after 100 steps?",
+            "What is pass@1 of `sums` with 100 SFT steps and seed 0?",
             path("show", "summary", "pass@1", "mean", run=eval0),
             rate["long"][0],
         ),
         (
-            "How wide is its interval?",
+            "How wide is the 95% interval of this pass@1?",
             computed(
                 "show", lambda d: d["summary"]["pass@1"]["high"] - d["summary"]["pass@1"]["low"], run=eval0
             ),
             summary(long[0]["after"])["pass@1"]["high"] - summary(long[0]["after"])["pass@1"]["low"],
         ),
-        ("How many steps did its training take?", path("curves", "steps", run=sft0), len(losses)),
-        ("What was its last loss?", path("curves", "metrics", "loss", "last", run=sft0), losses[-1]),
         (
-            "What was its lowest loss?",
+            "How many training steps did the SFT stage of this experiment take?",
+            path("curves", "steps", run=sft0),
+            len(losses),
+        ),
+        (
+            "What was the last loss of this SFT stage?",
+            path("curves", "metrics", "loss", "last", run=sft0),
+            losses[-1],
+        ),
+        (
+            "What was the lowest loss of this SFT stage?",
             path("curves", "metrics", "loss", "lowest", "value", run=sft0),
             min(losses),
         ),
         (
-            "How many were cut off?",
+            "How many sampled answers of this evaluation were cut off by the token limit?",
             path("episodes", "fitting", where="truncated", **sets),
             sum(answer["finish_reason"] == "length" for answer in answers),
         ),
         (
-            "How many were right?",
+            "How many sampled answers of this evaluation were right?",
             path("episodes", "fitting", where="reward >= 1", **sets),
             sum(answer["reward"] == 1 for answer in answers),
         ),
         (
-            "What would 150 steps with seed 0 reuse?",
+            "Which stages would be reused if one ran sums.yaml with 150 SFT steps and seed 0?",
             computed(
                 "plan",
                 lambda d: [s["name"] for s in d["forecast"]["stages"] if s["action"] == "reuse"],
@@ -320,7 +354,7 @@ def questions(home: Home) -> list[Question]:
             ["traces"],
         ),
         (
-            "What would it cost at most on a rented machine?",
+            "What would sums.yaml with seed 7 cost at most on the template `rented`, without retries?",
             path(
                 "plan",
                 "forecast",
@@ -335,14 +369,20 @@ def questions(home: Home) -> list[Question]:
     ]
 
 
-async def answered(home: Home) -> list[dict[str, Any]]:
-    """Ask all questions of one server."""
-    server = StdioServerParameters(
-        command=SCRIPT, args=["mcp", "--actions"], env=home.environment, cwd=home.folder
-    )
-    rows = []
+@asynccontextmanager
+async def connect(folder: Path) -> AsyncIterator[ClientSession]:
+    """A session with the server of a folder's home."""
+    environment = os.environ | {"PERILUNE_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
+    server = StdioServerParameters(command=SCRIPT, args=["mcp", "--actions"], env=environment, cwd=folder)
     async with stdio_client(server) as streams, ClientSession(*streams) as session:
         await session.initialize()
+        yield session
+
+
+async def answer_by_script(home: Home) -> list[dict[str, Any]]:
+    """Ask all questions of one server."""
+    rows = []
+    async with connect(home.folder) as session:
         for question, policy, expected in questions(home):
             sizes: list[int] = []
 
@@ -356,42 +396,90 @@ async def answered(home: Home) -> list[dict[str, Any]]:
                 answer = await policy(ask)
             except (AssertionError, KeyError, StopIteration, TypeError, RuntimeError) as error:
                 answer = f"{type(error).__name__}: {error}"[:200]
-            right = (
-                abs(answer - expected) < 1e-6
-                if isinstance(expected, float) and isinstance(answer, float)
-                else answer == expected
-            )
-            rows.append(
-                {
-                    "question": question,
-                    "answer": answer,
-                    "expected": expected,
-                    "right": right,
-                    "calls": len(sizes),
-                    "bytes of results": sum(sizes),
-                }
-            )
+            counts = {"calls": len(sizes), "bytes of results": sum(sizes)}
+            rows.append(grade(question, answer, expected) | counts)
             print(rows[-1], flush=True)
     return rows
 
 
-def main() -> None:
-    """Make the home, ask, and write the result."""
-    with tempfile.TemporaryDirectory() as folder, cloud(Path(folder)):
-        rows = asyncio.run(answered(Home(Path(folder))))
-    document = {
-        "title": "Questions about runs, answered through MCP",
-        "about": "The client is a script, which fixes the tools that answer each question. So the result "
-        "shows that the tools suffice and give the right numbers. It does not show that a language model "
-        "would choose these tools. Of the eight experiments, one had failed and one had been killed with "
-        "SIGKILL. Costs are those of a fake cloud. An answer is right if it agrees with the files of the "
-        "bundles. The answer `True` means that the tool gave the recorded reason or signal.",
-        "command": "python benchmarks/mcp_questions.py",
-        "questions": [
-            {**row, "answer": str(row["answer"]), "expected": str(row["expected"])} for row in rows
+def grade(question: str, answer: Any, expected: Any) -> dict[str, Any]:
+    """A row of the result. Text must contain what is expected; a number must agree to three digits."""
+    right = str(expected).strip("[]'").lower() in str(answer).lower()
+    if isinstance(expected, float | int):
+        number = re.search(r"-?\d+(\.\d+)?(e-?\d+)?", str(answer))
+        right = number is not None and abs(float(number[0]) - expected) <= 1e-3 * abs(expected)
+    return {"question": question, "answer": str(answer), "expected": str(expected), "right": right}
+
+
+def prepare(folder: Path) -> None:
+    """Make the home and the questions for an agent, and keep the cloud running."""
+    folder.mkdir(parents=True)
+    with cloud(folder):
+        asked = [(question, expected) for question, _, expected in questions(Home(folder))]
+        folder.with_suffix(".key.json").write_text(json.dumps(asked))
+        lines = [f"{number}. {question}\n" for number, (question, _) in enumerate(asked, 1)]
+        (folder / "questions.txt").write_text("".join(lines))
+        print(f"{folder} is ready; press Ctrl-C when the agent has answered", flush=True)
+        with suppress(KeyboardInterrupt):
+            time.sleep(24 * 3600)
+
+
+async def call(folder: Path, tool: str | None, arguments: dict[str, Any]) -> None:
+    """Print what an agent sees: all tools, or the result of one call. Calls are recorded."""
+    async with connect(folder) as session:
+        if tool is None:
+            for described in (await session.list_tools()).tools:
+                print(described.model_dump_json(exclude_none=True))
+            return
+        result = await session.call_tool(tool, arguments)
+    text = "".join(part.text for part in result.content)
+    print(text)
+    record = {"tool": tool, "arguments": arguments, "bytes": len(text.encode()), "error": result.isError}
+    with (folder / "calls.jsonl").open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def grade_agent(folder: Path) -> dict[str, Any]:
+    """Compare an agent's answers with the files of the bundles, and count its calls."""
+    key = json.loads(folder.with_suffix(".key.json").read_text())
+    answers = json.loads((folder / "answers.json").read_text())
+    calls = [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
+    tools = Counter(call["tool"] for call in calls)
+    return {
+        "answers of an agent": [grade(*row) for row in zip(*zip(*key, strict=True), answers, strict=True)],
+        "calls of the agent": [
+            {"tool": tool, "calls": count, "refused": sum(c["error"] for c in calls if c["tool"] == tool)}
+            for tool, count in tools.most_common()
         ],
     }
-    RESULT.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def main() -> None:
+    """Run the script, or a step of the agent's test."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--prepare", type=Path, metavar="FOLDER")
+    modes.add_argument("--call", nargs="+", metavar=("FOLDER", "TOOL"))
+    modes.add_argument("--grade", type=Path, metavar="FOLDER")
+    arguments = parser.parse_args()
+    if arguments.prepare:
+        prepare(arguments.prepare.resolve())
+    elif arguments.call:
+        folder, tool, words = (*arguments.call, None, None)[:3]
+        asyncio.run(call(Path(folder).resolve(), tool, json.loads(words or "{}")))
+    else:
+        write_result(arguments.grade)
+
+
+def write_result(agent: Path | None) -> None:
+    """Replace the answers of the script, or those of the agent in a folder."""
+    document = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    if agent:
+        document |= grade_agent(agent.resolve())
+    else:
+        with tempfile.TemporaryDirectory() as folder, cloud(Path(folder)):
+            document["questions"] = asyncio.run(answer_by_script(Home(Path(folder))))
+    RESULT.write_text(json.dumps(HEADER | document | HEADER, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from cloud_cases import rent_from
 from drill_cases import Command
 from sqlalchemy import func, select
 
+from perilune.bundle.freeze import freeze
 from perilune.control.queries.forecast import forecast_submission
 from perilune.control.record.store import Event
 from perilune.control.runs.experiments import Control, advance, open_experiment, plan_stages
@@ -71,6 +72,12 @@ def test_dry_run_forecasts_stages_and_costs_and_changes_nothing(
     assert second.action == "begin" and second.files["data"] == total.stat().st_size
     assert second.files["wheel"] > 1_000_000 > second.files["scripts"] > 10_000
     assert (third.action, third.after) == ("later", ("second",))
+    with monkeypatch.context() as patch:
+        other_code = "perilune.control.queries.forecast.freeze"
+        patch.setattr(other_code, lambda *arguments: freeze(*arguments)[::-1])
+        changed = forecast_submission(control, plan_stages(done), None).stages[0]
+    assert (changed.action, changed.other_code) == ("begin", finished.run_id)
+    assert first.other_code == second.other_code == ""
     assert ahead.cost is None and ahead.secrets == {} and ahead.workspace == ""
 
     code, out, err = perilune("run", "three.yaml", "--plan", "--template", "cloud", "--json")

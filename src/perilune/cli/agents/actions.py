@@ -66,7 +66,14 @@ class Actor:
     ) -> dict[str, Any]:
         """Plan a recipe: its stages, where they run, and the expected `time` and cost. Starts nothing.
 
-        Returns a `token` with which `run` starts exactly this. Stages with the action "reuse" cost nothing.
+        Returns a `token` with which `run` starts exactly this.
+
+        `forecast.stages` has the `action` of each stage: "reuse" a finished run, which costs nothing; "join"
+        a live run; "begin" now; or "later", when the stages in `after` have ended. `other_code` is a finished
+        run with the same settings that is not reused, because the code has changed since. `forecast.cost`
+        has upper bounds in the provider's currency: `attempt` for one attempt on one machine, `stages` for
+        all remaining stages without retries, `retried` with every retry. A machine is only rented while its
+        bound fits into `left`, the rest of `daily_cap`.
         """
         *_, document = self._plan(recipe, overrides, template, template_overrides, check=True)
         return {"token": self._issue_token(_plan_digest(document)), **document}

@@ -120,8 +120,10 @@ class Reader:
     ) -> dict[str, Any]:
         """Compare experiments: settings that differ, final figures, the best arm, and whether it is noise.
 
-        Experiments that differ only in their seed are one arm. `conclusion` states what the paired test over
-        seeds shows; with fewer than three common seeds no claim is made.
+        Experiments that differ only in their seed are one arm. Its interval is over seeds, that of a seed
+        over tasks. `conclusion` states what the paired test over seeds shows; with fewer than three common
+        seeds no claim is made. `difference.tasks` is over the tasks of these seeds only, and supports no
+        claim about other seeds.
         """
         return comparison_document(compare_targets(self.control, targets, metric or None, baseline))
 
@@ -190,7 +192,9 @@ class Reader:
     ) -> dict[str, Any]:
         """Show what a model wrote, with rewards. Without `set_name` and `where`: the names of the sets.
 
-        `read`, `fitting` and the means count all episodes, not only those that are shown.
+        `read`, `fitting` and the means count all episodes, not only those that are shown. Without `set_name`
+        they count every set together: an evaluation has one greedy answer per task in the set "greedy", and
+        its pass@1 counts only the sampled answers in "step-...".
         """
         from perilune.data.episodes_file import read_episodes
         from perilune.traces.where import parse_where

@@ -226,7 +226,10 @@ def _stage(stage: StageForecast) -> list[str]:
             return [f"{stage.name} starts after {' and '.join(stage.after)}"]
     parts = ", ".join(f"{name} {format_size(count)}" for name, count in stage.files.items())
     machines = f" to each of {stage.nodes} machines" if stage.nodes > 1 else ""
-    return [f"{stage.name} starts now; to copy{machines}: {format_size(stage.bytes)}", f"  {parts}"]
+    lines = [f"{stage.name} starts now; to copy{machines}: {format_size(stage.bytes)}", f"  {parts}"]
+    if stage.other_code:
+        lines.append(f"  run {stage.other_code} has the same settings, but the code has changed since")
+    return lines
 
 
 def _cost(cost: CostForecast) -> list[str]:

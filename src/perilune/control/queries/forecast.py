@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import select
+from sqlalchemy.orm import Session
 
 from perilune.bundle.freeze import freeze
 from perilune.bundle.secret_sources import secret_value
@@ -25,6 +26,8 @@ from perilune.control.runs.templates import LocalTarget, RentedTarget, SshTarget
 from perilune.errors import PeriluneError, RequestError
 from perilune.recipe.schema import MODEL
 
+MOST_COMPARED_RUNS = 50  # latest finished runs of a stage whose job is compared
+
 
 @dataclass(frozen=True, slots=True)
 class StageForecast:
@@ -37,6 +40,8 @@ class StageForecast:
         after: consumed stages that have not succeeded with these inputs yet.
         files: bytes to copy by name: names of inputs, "wheel" (Perilune itself), "scripts".
         digest: of the bundle; "" for a stage whose inputs do not exist yet.
+        other_code: a finished run of the same job that is not reused, because Perilune or the recipe's code
+            has changed since; "" if there is none.
     """
 
     name: str
@@ -46,6 +51,7 @@ class StageForecast:
     files: Mapping[str, int] = field(default_factory=dict)
     nodes: int = 1
     digest: str = ""
+    other_code: str = ""
 
     @property
     def bytes(self) -> int:
@@ -167,16 +173,30 @@ def _forecast_stages(control: Control, plans: Sequence[StagePlan]) -> tuple[Stag
         with control.home.scratch() as scratch:
             digest = freeze(job, inputs, scratch / "bundle", SharedFiles(control.home.root))
             files = _bundle_sizes(scratch / "bundle", list(inputs))
+            document = (scratch / "bundle" / "job.json").read_bytes()
         with control.store.snapshot() as session:
             run = find_reusable_run(session, control.home, digest, control.is_intact)
+            other_code = "" if run else _find_other_code(control, session, plan.name, document)
         action = "begin"
         if run is not None:
             action = "reuse" if run.state == RunState.SUCCEEDED else "join"
         if run is not None and action == "reuse":
             done[plan.name] = run
         run_id = "" if run is None else run.id
-        forecasts.append(StageForecast(plan.name, action, run_id, (), files, job.resources.nodes, digest))
+        forecasts.append(
+            StageForecast(plan.name, action, run_id, (), files, job.resources.nodes, digest, other_code)
+        )
     return tuple(forecasts)
+
+
+def _find_other_code(control: Control, session: Session, stage: str, document: bytes) -> str:
+    """Return the newest finished run of the stage with this job.json; "" if there is none."""
+    finished = select(Run).where(Run.stage == stage, Run.state == RunState.SUCCEEDED)
+    for run in session.scalars(finished.order_by(Run.id.desc()).limit(MOST_COMPARED_RUNS)):
+        job = Path(control.directory(run)) / "job.json"
+        if job.exists() and job.read_bytes() == document:
+            return run.id
+    return ""
 
 
 def _bundle_sizes(bundle: Path, inputs: Sequence[str]) -> dict[str, int]:
