@@ -73,11 +73,14 @@ def simulation(document: Document) -> Lead:
 
 
 def mcp_questions(document: Document) -> Lead:
-    rows = document["questions"]
-    right = sum(row["right"] in (True, "yes") for row in rows)
+    rows, answers = document["questions"], document["answers of an agent"]
+    by_script, by_agent = (sum(row["right"] in (True, "yes") for row in part) for part in (rows, answers))
+    calls = sum(row["calls"] for row in document["calls of the agent"])
     return (
-        f"A scripted client of the MCP server answered {len(rows)} questions about eight real experiments.",
-        f"{right} of {len(rows)} answers agree with the files of the runs.",
+        f"A script that knows which tools to call answers {by_script} of {len(rows)} questions about eight "
+        "real experiments through the MCP server.",
+        f"A language model that knows nothing but the server's own descriptions answers {by_agent} of them, "
+        f"with {calls} calls.",
     )
 
 
