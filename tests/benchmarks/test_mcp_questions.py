@@ -1,19 +1,22 @@
 """The record of an agent that answered questions through the MCP server."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
-from mcp_questions import RESULT, grade
-from perilune.cli.agents.actions import Actor
-from perilune.cli.agents.reading import Reader
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from mcp_questions import RESULT, grade  # noqa: E402
+from perilune.cli.agents.actions import Actor  # noqa: E402
+from perilune.cli.agents.reading import Reader  # noqa: E402
 
 
 def test_recorded_agent_called_tools_that_still_exist() -> None:
     document = json.loads(RESULT.read_text())
     control: Any = None
-    actor, reader = Actor(control, Path()), Reader(control)
-    offered = {tool.__name__ for tool in (*reader.tools, *actor.tools)}
+    offered = {tool.__name__ for tool in (*Reader(control).tools, *Actor(control, Path()).tools)}
     assert {row["tool"] for row in document["calls of the agent"]} <= offered
     questions = [row["question"] for row in document["questions"]]
     assert [row["question"] for row in document["answers of an agent"]] == questions
