@@ -25,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -83,11 +82,12 @@ HEADER = {
     "about": "A script answered first. It fixes the tools that answer each question, so its answers show "
     "that the tools suffice and give the right numbers. The agent is a large language model that "
     "had only the questions, a command that lists the tools, and a command that calls one. Nobody"
-    " named a tool to it. It is the second one: the first gave 17 right answers. The plan did not"
-    " tell it why a finished run would not be reused, and two questions had several right "
-    "answers. Both were then made clear. Of the eight experiments, one had failed and one had "
-    "been killed with SIGKILL. Costs are those of a fake cloud. A number is right if it agrees "
-    "with the files of the bundles to three digits, and a reason if it contains the recorded one.",
+    " named a tool to it. Of the eight experiments, one had failed and one had been killed with "
+    "SIGKILL. Costs are those of a fake cloud. A number is right if it agrees with the files of "
+    "the bundles to three digits, and a reason if it contains the recorded one.\n\nThe agent's "
+    "three wrong answers led to changes: the plan did not say why a finished run is not reused "
+    "(the code had changed), and two questions left open whether greedy answers and retries "
+    "count. The script answered the questions as they read now.",
     "command": "python benchmarks/mcp_questions.py",
 }
 T_TWO = 4.303  # two-sided 5% of Student's t with two degrees of freedom
@@ -405,12 +405,21 @@ async def answer_by_script(home: Home) -> list[dict[str, Any]]:
 
 
 def grade(question: str, answer: Any, expected: Any) -> dict[str, Any]:
-    """A row of the result. Text must contain what is expected; a number must agree to three digits."""
-    right = str(expected).strip("[]'").lower() in str(answer).lower()
+    """A row of the result. A number must agree to three digits, a list in its words, and a word exactly.
+
+    The answer to a question for a reason must contain the recorded message.
+    """
+    text = str(answer).strip()
     if isinstance(expected, float | int):
-        number = re.search(r"-?\d+(\.\d+)?(e-?\d+)?", str(answer))
-        right = number is not None and abs(float(number[0]) - expected) <= 1e-3 * abs(expected)
-    return {"question": question, "answer": str(answer), "expected": str(expected), "right": right}
+        is_number = re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?", text) is not None
+        right = is_number and abs(float(text) - expected) <= 1e-3 * abs(expected)
+    elif isinstance(expected, list):
+        right = sorted(re.findall(r"\w+", text)) == sorted(expected)
+    elif question.startswith(("Why", "What ended")):
+        right = expected in text
+    else:
+        right = text == expected
+    return {"question": question, "answer": text, "expected": str(expected), "right": right}
 
 
 def prepare(folder: Path) -> None:
@@ -446,13 +455,12 @@ def grade_agent(folder: Path) -> dict[str, Any]:
     key = json.loads(folder.with_suffix(".key.json").read_text())
     answers = json.loads((folder / "answers.json").read_text())
     calls = [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
-    tools = Counter(call["tool"] for call in calls)
     return {
-        "answers of an agent": [grade(*row) for row in zip(*zip(*key, strict=True), answers, strict=True)],
-        "calls of the agent": [
-            {"tool": tool, "calls": count, "refused": sum(c["error"] for c in calls if c["tool"] == tool)}
-            for tool, count in tools.most_common()
+        "answers of an agent": [
+            grade(question, answer, expected)
+            for (question, expected), answer in zip(key, answers, strict=True)
         ],
+        "calls of the agent": [call | {"arguments": json.dumps(call["arguments"])} for call in calls],
     }
 
 

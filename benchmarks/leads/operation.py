@@ -75,7 +75,7 @@ def simulation(document: Document) -> Lead:
 def mcp_questions(document: Document) -> Lead:
     rows, answers = document["questions"], document["answers of an agent"]
     by_script, by_agent = (sum(row["right"] in (True, "yes") for row in part) for part in (rows, answers))
-    calls = sum(row["calls"] for row in document["calls of the agent"])
+    calls = len(document["calls of the agent"])
     return (
         f"A script that knows which tools to call answers {by_script} of {len(rows)} questions about eight "
         "real experiments through the MCP server.",

@@ -5,28 +5,40 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from mcp_questions import RESULT, grade  # noqa: E402
 from perilune.cli.agents.actions import Actor  # noqa: E402
 from perilune.cli.agents.reading import Reader  # noqa: E402
+from perilune.cli.agents.server import Tools  # noqa: E402
 
 
-def test_recorded_agent_called_tools_that_still_exist() -> None:
-    document = json.loads(RESULT.read_text())
+def test_recorded_calls_still_fit_the_tools() -> None:
     control: Any = None
-    offered = {tool.__name__ for tool in (*Reader(control).tools, *Actor(control, Path()).tools)}
-    assert {row["tool"] for row in document["calls of the agent"]} <= offered
-    questions = [row["question"] for row in document["questions"]]
-    assert [row["question"] for row in document["answers of an agent"]] == questions
-    assert len(questions) == 20
+    tools = Tools(Reader(control), Actor(control, Path()))
+    arguments = {tool.name: tool.inputSchema["properties"].keys() for tool in tools.list()}
+    document = json.loads(RESULT.read_text())
+    for call in document["calls of the agent"]:
+        assert json.loads(call["arguments"]).keys() <= arguments[call["tool"]]
+    assert len(document["answers of an agent"]) == len(document["questions"]) == 20
 
 
-def test_answers_are_graded_by_figure_or_message() -> None:
-    assert grade("How many?", "8 experiments", 8)["right"]
-    assert grade("How much?", "0.03646", 0.036458333)["right"]
-    assert not grade("How much?", "0.0374", 0.036458333)["right"]
-    assert not grade("How much?", "unknown", 0.0)["right"]
-    assert grade("Which stages?", "only traces", ["traces"])["right"]
-    assert not grade("Why?", "it failed", "killed from outside with SIGKILL")["right"]
+@pytest.mark.parametrize(
+    ("question", "answer", "expected", "right"),
+    [
+        ("How much?", "0.03646", 0.036458333, True),
+        ("How much?", "0.0374", 0.036458333, False),
+        ("How much?", "unknown", 0.0, False),
+        ("How many?", "2 of 8: no, 3", 2, False),
+        ("Which stages?", "['traces']", ["traces"], True),
+        ("Which stages?", "traces, sft", ["traces"], False),
+        ("Which stage?", "traces? no, sft", "traces", False),
+        ("Why did it fail?", "attempt 1 was killed with SIGKILL", "killed with SIGKILL", True),
+        ("Why did it fail?", "it was killed", "killed with SIGKILL", False),
+    ],
+)
+def test_answers_are_graded_exactly(question: str, answer: str, expected: Any, right: bool) -> None:
+    assert grade(question, answer, expected)["right"] is right
