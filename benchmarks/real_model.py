@@ -3,17 +3,17 @@
     perilune model fetch smollm2-135m
     python benchmarks/real_model.py --model smollm2-135m
 
-`--model` is a model in PERILUNE_HOME or a Hugging Face folder. Perilune runs a recipe with `perilune run`, so
-its steps include everything that a run does: checks, metrics, episodes. TRL gets the prompts of those
-episodes as text, in the same order, and has its own virtual environment. Both sample 8 answers of at most 32
-tokens to each of 16 questions (chain_sum of reasoning-gym). The reward prefers short answers, so every group
-has a gradient. With `--alive 2`, only the first 2 groups of a step do: all answers to the other questions
-have the reward 0. The arms take turns, each in a fresh process. Medians leave out the first step of each
-process.
+`--model` is a model in PERILUNE_HOME or a Hugging Face folder. Perilune runs a recipe with `perilune run`,
+so its steps include everything that a run does: checks, metrics, episodes. TRL gets the prompts of those
+episodes as text, in the same order, and has its own virtual environment. Both sample 8 answers of at most
+32 tokens (`--max-tokens`) to each of 16 questions (chain_sum of reasoning-gym). The reward prefers short
+answers, so every group has a gradient. With `--alive 2`, only the first 2 groups of a step do: all answers
+to the other questions have the reward 0. Such a run adds a table to the result. The arms take turns, each
+in a fresh process. Medians leave out the first step of each process.
 
 The floor of learning counts only the matrix products, and each prompt once: 6 FLOP per weight of the layers
 and input token, and 6 per weight of the head and learned token, at the rate of one large product on this
-machine. Writes results/real_model.json.
+machine. The floor of sampling counts only the products of the prompts. Writes results/real_model.json.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from typing import Any
 
 from grpo_step_vs_trl import Stopwatch, trl_python
 
-PROMPTS, SAMPLES, MAX_TOKENS, LR = 16, 8, 32, 1e-9  # such a small rate does not change the lengths
+PROMPTS, SAMPLES, LR = 16, 8, 1e-9  # such a small rate does not change the lengths
 HERE = Path(__file__).resolve().parent
 PRECISIONS = ("float32", "bfloat16")
 REWARD = """ALIVE = {alive!r}  # the questions whose answers have different rewards; None: all
@@ -69,17 +69,16 @@ stages:
 # ---------------------------------------------------------------- ours
 
 
-def run_perilune(
-    model: Path, precision: str, steps: int, threads: int, home: Path, alive: int = PROMPTS
-) -> dict[str, Any]:
+def run_perilune(options: argparse.Namespace, precision: str, home: Path) -> dict[str, Any]:
     """Run the recipe, and read its records."""
     home.mkdir(parents=True)
-    (home / "shorter.py").write_text(REWARD.format(alive=alive_questions(steps, alive)))
+    alive = alive_questions(options.steps, options.alive)
+    (home / "shorter.py").write_text(REWARD.format(alive=alive))
     recipe = home / "recipe.yaml"
     recipe.write_text(
         RECIPE.format(
-            model=model.resolve(), threads=threads, steps=steps, prompts=PROMPTS, samples=SAMPLES,
-            max_tokens=MAX_TOKENS, lr=LR, precision=precision,
+            model=options.model.resolve(), threads=options.threads, steps=options.steps, prompts=PROMPTS,
+            samples=SAMPLES, max_tokens=options.max_tokens, lr=LR, precision=precision,
         )
     )  # fmt: skip
     command = [Path(sys.executable).with_name("perilune"), "run", recipe]
@@ -117,18 +116,24 @@ def alive_questions(steps: int, alive: int) -> list[str] | None:
 
 
 def step_row(timing: dict[str, Any], metric: dict[str, Any], episodes: Path) -> dict[str, Any]:
-    """Seconds and tokens of one step. A group computes (feeds) its prompt only once."""
+    """Seconds and tokens of one step. Learning computes (feeds) the prompt of each live group once."""
     from perilune.data.episodes_file import read_episodes
 
     played = list(read_episodes(episodes))
     prompts = {episode.group_id: len(episode.prompt_ids) for episode in played}
+    rewards: dict[str, set[float | None]] = {}
+    for episode in played:
+        rewards.setdefault(episode.group_id, set()).add(episode.reward)
+    learned = [episode for episode in played if len(rewards[episode.group_id]) > 1]
+    fed = {group: tokens for group, tokens in prompts.items() if len(rewards[group]) > 1}
     parts = {name: timing[name] for name in ("sampling", "learning", "scoring", "other")}
     return {
         "seconds": parts | {"total": sum(parts.values())},
         "processor_seconds": {"total": timing["processor"]},
         "tokens": metric["tokens"],
-        "fed_tokens": sum(prompts.values()) + sum(len(episode.token_ids) - 1 for episode in played),
-        "unshared_tokens": sum(len(episode.prompt_ids) + len(episode.token_ids) - 1 for episode in played),
+        "prompt_tokens": sum(prompts.values()),
+        "fed_tokens": sum(fed.values()) + sum(len(episode.token_ids) - 1 for episode in learned),
+        "unshared_tokens": sum(len(episode.prompt_ids) + len(episode.token_ids) - 1 for episode in learned),
         "dead_groups": metric["dead_groups"],
         "logprob_gap_max": metric["logprob_gap_max"],
     }
@@ -144,8 +149,8 @@ def prompts_of(episodes: Path) -> list[list[int]]:
 # ---------------------------------------------------------------- theirs
 
 
-def run_trl(model: Path, steps: int, micro_batch: int, prompts: Path, alive: int = PROMPTS) -> dict[str, Any]:
-    """Train with GRPOTrainer. Runs in TRL's environment, which has no Perilune."""
+def run_trl(options: argparse.Namespace) -> dict[str, Any]:
+    """Train with GRPOTrainer on `options.prompts`. Runs in TRL's environment, which has no Perilune."""
     import accelerate
     import datasets
     import torch
@@ -155,12 +160,12 @@ def run_trl(model: Path, steps: int, micro_batch: int, prompts: Path, alive: int
     from trl import GRPOConfig, GRPOTrainer
 
     datasets.disable_progress_bars()
-    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    ids = json.loads(prompts.read_text())
+    tokenizer = AutoTokenizer.from_pretrained(options.model, padding_side="left")
+    policy = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    ids = json.loads(options.prompts.read_text())
     texts = [tokenizer.decode(tokens) for tokens in ids]
     assert all(tokenizer(text)["input_ids"] == tokens for text, tokens in zip(texts, ids, strict=True))
-    rewarded = {text for number, text in enumerate(texts) if number % PROMPTS < alive}
+    rewarded = {text for number, text in enumerate(texts) if number % PROMPTS < options.alive}
     watch, rows, sampled = Stopwatch(), [], {"tokens": 0}
 
     def shorter(prompts, completions, completion_ids, **_):
@@ -185,10 +190,11 @@ def run_trl(model: Path, steps: int, micro_batch: int, prompts: Path, alive: int
 
     with tempfile.TemporaryDirectory() as scratch:
         config = GRPOConfig(
-            output_dir=scratch, max_steps=steps, learning_rate=LR, lr_scheduler_type="constant", seed=0,
-            per_device_train_batch_size=micro_batch,
-            gradient_accumulation_steps=PROMPTS * SAMPLES // micro_batch,
-            num_generations=SAMPLES, max_completion_length=MAX_TOKENS, temperature=1.0, beta=0.0,
+            output_dir=scratch, max_steps=options.steps, learning_rate=LR, seed=0,
+            lr_scheduler_type="constant",
+            per_device_train_batch_size=options.micro_batch,
+            gradient_accumulation_steps=PROMPTS * SAMPLES // options.micro_batch,
+            num_generations=SAMPLES, max_completion_length=options.max_tokens, temperature=1.0, beta=0.0,
             epsilon=0.2, epsilon_high=0.28, max_grad_norm=1.0, adam_beta2=0.99,
             gradient_checkpointing=False, shuffle_dataset=False, use_cpu=True, bf16=False, report_to="none",
             save_strategy="no", logging_strategy="no", disable_tqdm=True,
@@ -228,18 +234,22 @@ def measure_rates(threads: int) -> dict[str, float]:
 
 
 def floor_seconds(model: Path, steps: list[dict[str, Any]], rate: float) -> dict[str, float]:
-    """Median seconds of the products of learning at `rate`, with and without shared prompts."""
+    """Median seconds of the products of a step at `rate`: of prompts in sampling, and of learning."""
     config = json.loads((model / "config.json").read_text())
     hidden, inner, layers = (config[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers"))
     size = config.get("head_dim") or hidden // config["num_attention_heads"]
     queries, keys = (config[key] * size for key in ("num_attention_heads", "num_key_value_heads"))
     of_layers = layers * (2 * hidden * queries + 2 * hidden * keys + 3 * hidden * inner)
     head = hidden * config["vocab_size"]
+    flops = {
+        "sampling": [2 * of_layers * step["prompt_tokens"] for step in steps],
+        "learning": [6 * (of_layers * step["fed_tokens"] + head * step["tokens"]) for step in steps],
+        "learning_without_sharing": [
+            6 * (of_layers * step["unshared_tokens"] + head * step["tokens"]) for step in steps
+        ],
+    }
     return {
-        name: statistics.median(
-            6 * (of_layers * step[tokens] + head * step["tokens"]) / rate / 1e9 for step in steps
-        )
-        for name, tokens in (("shared", "fed_tokens"), ("unshared", "unshared_tokens"))
+        f"{name}_floor_seconds": round(statistics.median(of) / rate / 1e9, 2) for name, of in flops.items()
     }
 
 
@@ -285,16 +295,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for number in range(options.rounds):
             for precision in options.precisions:
                 home = Path(scratch) / f"{precision}-{number}"
-                done = run_perilune(
-                    options.model, precision, options.steps, options.threads, home, options.alive
-                )
+                done = run_perilune(options, precision, home)
                 runs.setdefault(precision, []).append(done)
             if interpreter is not None:
                 prompts = Path(scratch) / "prompts.json"
                 prompts.write_text(json.dumps(runs[options.precisions[0]][-1]["prompts"]))
                 arguments = ["--worker", "trl", "--model", str(options.model), "--prompts", str(prompts)]
                 arguments += ["--steps", str(options.steps), "--micro-batch", str(options.micro_batch)]
-                arguments += ["--alive", str(options.alive)]
+                arguments += ["--alive", str(options.alive), "--max-tokens", str(options.max_tokens)]
                 runs.setdefault("trl", []).append(worker(interpreter, arguments, options.threads))
             for name, done in runs.items():
                 print(number, name, summarize(done[-1:]), file=sys.stderr, flush=True)
@@ -313,9 +321,7 @@ def report(
     arms = {name: summarize(done) for name, done in runs.items()}
     for precision in options.precisions:
         steps = [step for run in runs[precision] for step in run["steps"][1:] or run["steps"]]
-        floors = floor_seconds(options.model, steps, rates[precision])
-        arms[precision]["learning_floor_seconds"] = round(floors["shared"], 2)
-        arms[precision]["learning_floor_without_sharing_seconds"] = round(floors["unshared"], 2)
+        arms[precision] |= floor_seconds(options.model, steps, rates[precision])
     ratios = {
         name: round(arms["trl"]["total_seconds"] / arm["total_seconds"], 1)
         for name, arm in arms.items()
@@ -328,10 +334,11 @@ def report(
         "*Log-prob gap* is the largest difference between the sampler's and the learner's log-prob of a "
         "token, in nats.\n* The answers of a *dead group* all have the same reward.\n* *Learning floor* is "
         "the time that the matrix products of learning alone would take, at the measured rate of a large "
-        "product. Learning computes each prompt once per group. *Without sharing* is the floor with each "
-        "prompt counted once per answer.",
+        "product. Learning computes each prompt once per group, and leaves out dead groups. *Without "
+        "sharing* is the floor with each prompt counted once per answer. *Sampling floor* is the same for "
+        "the prompts alone.",
         "command": f"python benchmarks/real_model.py --model {options.model.name} --rounds {options.rounds}"
-        f" --steps {options.steps}" + (f" --alive {options.alive}" if options.alive < PROMPTS else ""),
+        f" --steps {options.steps}",
         "median step": arms,
         "time of TRL / time of Perilune": ratios,
         "gflops_of_a_large_product": {name: round(rate) for name, rate in rates.items()},
@@ -342,6 +349,22 @@ def report(
     }
 
 
+def add_table(
+    document: dict[str, Any], result: dict[str, Any], options: argparse.Namespace
+) -> dict[str, Any]:
+    """Add the median step of a run with dead groups to the document of `report`."""
+    name = (
+        f"median step with {options.alive} of {PROMPTS} groups alive, {options.max_tokens} tokens per answer"
+    )
+    command = f"{result['command']} --alive {options.alive} --max-tokens {options.max_tokens}"
+    rates = result["gflops_of_a_large_product"]
+    arms = {
+        arm: figures | ({"gflops_of_a_large_product": rates[arm]} if arm in rates else {})
+        for arm, figures in result["median step"].items()
+    }
+    return document | {name: arms, f"command for {name}": command}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path, help="model in PERILUNE_HOME, or a Hugging Face folder")
@@ -350,8 +373,9 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument(
         "--alive", type=int, default=PROMPTS, choices=range(PROMPTS + 1), metavar="GROUPS",
-        help=f"groups of a step with a gradient, of {PROMPTS}; set --out to keep the committed result",
+        help=f"groups of a step with a gradient, of {PROMPTS}; if fewer, add a table to the result",
     )  # fmt: skip
+    parser.add_argument("--max-tokens", type=int, default=32, help="of an answer (default: 32)")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -366,16 +390,14 @@ def main() -> None:
     if options.model is None:
         parser.error("--model is required")
     if options.worker == "trl":
-        print(
-            json.dumps(
-                run_trl(options.model, options.steps, options.micro_batch, options.prompts, options.alive)
-            )
-        )
+        print(json.dumps(run_trl(options)))
         return
     from perilune.cli.arguments import find_checkpoint  # TRL's interpreter lacks perilune
 
     options.model = find_checkpoint(str(options.model))
     result = measure(options)
+    if options.alive < PROMPTS:
+        result = add_table(json.loads(options.out.read_text()), result, options)
     options.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
 
