@@ -49,7 +49,8 @@ def _digest_stages(view: ExperimentView) -> int:
 def _known_episodes(stage: StageFollower) -> set[int]:
     """Return the steps with episodes that a reader of the known lines has."""
     steps = [step for line in stage.attempt.metric_lines if isinstance(step := line.get("step"), int)]
-    return {step for step in stage.attempt.episode_steps if step <= max(steps, default=0)}
+    last = max(steps, default=0)
+    return {step for step in stage.attempt.episode_steps if step <= last}
 
 
 class Watch:
