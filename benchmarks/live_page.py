@@ -16,8 +16,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ The columns of the tables:
   server's work.
 * *Filter* is the time from a key in the search field to the list of matching episodes of the open step.
 * *Another step* is the time to open the episodes of another step.
+* *First search of all steps* reads every episode file and makes an index. *Filter of all steps* is the time
+  from the choice of a reward to the last matches in the whole run, with this index. *Search for a word* reads
+  all texts. While it searches, the page shows the matches so far.
 
 Other programs used the machine, so CPU times are more reliable than elapsed times."""
 sys.path[:0] = [str(ROOT / "tests" / "ui")]
@@ -190,17 +194,39 @@ BROWSE = """([step]) => new Promise((resolve) => {
 
 
 def read(browser: Any, url: str, steps: int) -> dict[str, float]:
-    """Seconds to filter the episodes of a step, and to read another step."""
+    """Seconds to filter the episodes of a step, to read another step, and to search all steps."""
     page = browser.new_page()
     page.goto(url)
     page.wait_for_selector(".detail h3")
     page.wait_for_timeout(2000)
     filters = [page.evaluate(SEARCH, [text]) for text in ("1", "12", "x", "")]
     others = [page.evaluate(BROWSE, [step]) for step in range(7, steps, steps // 8)]
+    searches = search_all_steps(page)
     page.close()
     return {
         "filter, longest of 4, seconds": round(max(filters) / 1000, 3),
         "another step, median of 8, seconds": round(statistics.median(others) / 1000, 3),
+        **{f"{name}, seconds": round(seconds, 2) for name, seconds in searches.items()},
+    }
+
+
+def search_all_steps(page: Any) -> dict[str, float]:
+    """Seconds from a change of a field to the report on all steps. The first search makes the index."""
+    status = page.locator("#episodes [role=status]", has_text="searched all")
+    reward, words = page.get_by_label("Reward", exact=True), page.get_by_label("Search", exact=True)
+
+    def timed(change: Callable[[], object]) -> float:
+        began = time.monotonic()
+        change()
+        status.wait_for(timeout=600_000)
+        return time.monotonic() - began
+
+    first = timed(page.get_by_label("all steps").check)
+    filters = [timed(partial(reward.select_option, kind)) for kind in ("wrong", "right", "failed", "any")]
+    return {
+        "first search of all steps": first,
+        "filter of all steps, longest of 4": max(filters),
+        "search for a word in all steps": timed(partial(words.fill, "12")),
     }
 
 
