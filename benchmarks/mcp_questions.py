@@ -84,10 +84,10 @@ HEADER = {
     "had only the questions, a command that lists the tools, and a command that calls one. Nobody"
     " named a tool to it. Of the eight experiments, one had failed and one had been killed with "
     "SIGKILL. Costs are those of a fake cloud. A number is right if it agrees with the files of "
-    "the bundles to three digits, and a reason if it contains the recorded one.\n\nThe agent's "
-    "three wrong answers led to changes: the plan did not say why a finished run is not reused "
-    "(the code had changed), and two questions left open whether greedy answers and retries "
-    "count. The script answered the questions as they read now.",
+    "the bundles to three digits, and a reason if it contains the recorded one.\n\nThe agent is "
+    "the second one. The first gave 17 right answers: the plan did not tell it why a finished run"
+    " would not be reused (the code had changed), and two questions left open whether greedy "
+    "answers and retries count. Both were then made clear.",
     "command": "python benchmarks/mcp_questions.py",
 }
 T_TWO = 4.303  # two-sided 5% of Student's t with two degrees of freedom

@@ -71,6 +71,7 @@ class Reader:
     ) -> dict[str, Any]:
         """List experiments, the latest first: overrides, and the state and pass@1 of each stage.
 
+        `other_experiments` is the number of those that are not listed.
         With `experiment`: also the model, run ids, seconds, all final figures, and `change`, the gain in
         pass@1 over the checkpoint that training started from, paired by task.
         """
@@ -121,9 +122,9 @@ class Reader:
         """Compare experiments: settings that differ, final figures, the best arm, and whether it is noise.
 
         Experiments that differ only in their seed are one arm. Its interval is over seeds, that of a seed
-        over tasks. `conclusion` states what the paired test over seeds shows; with fewer than three common
-        seeds no claim is made. `difference.tasks` is over the tasks of these seeds only, and supports no
-        claim about other seeds.
+        over tasks; an interval over equal figures has no width, which is no certainty. `conclusion` states
+        what the paired test over seeds shows; with fewer than three common seeds no claim is made.
+        `difference.tasks` is over the tasks of these seeds only, and supports no claim about other seeds.
         """
         return comparison_document(compare_targets(self.control, targets, metric or None, baseline))
 

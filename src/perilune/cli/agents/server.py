@@ -48,7 +48,9 @@ Call = Callable[..., dict[str, Any]]
 class Page(BaseModel):
     """The arguments that every tool takes."""
 
-    part: list[str] = Field([], description="Only this part of the result: keys and positions.")
+    part: list[str] = Field(
+        [], description='Only this part of the result: the path to it, as ["forecast", "cost"].'
+    )
     offset: int = Field(0, ge=0, description="Items or characters of the part to skip.")
 
 
