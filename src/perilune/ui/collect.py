@@ -1,8 +1,9 @@
 """Collects the data of the report from attempt directories."""
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -126,7 +127,7 @@ def collect_report(view: ExperimentView, *, embed: bool = True) -> ReportData:
     for stage, attempt in pairs:
         attempt.check_summary(partial(_read_summary, stage, attempt))
     attempts = [attempt for _, attempt in pairs]
-    evaluations = _present(_evaluation(stage, attempt) for stage, attempt in pairs)
+    evaluations = _distinguish(_present(_evaluation(stage, attempt) for stage, attempt in pairs))
     trainings = _present(_training(stage, attempt) for stage, attempt in pairs)
     by_stage = {evaluation.stage: evaluation for evaluation in evaluations}
     comparisons, measures = _compare_with_parents(pairs, evaluations), select_measures(evaluations)
@@ -249,6 +250,15 @@ def _evaluation(stage: StageView, attempt: Attempt) -> Evaluation | None:
     greedy = {score.task_id: score.reward >= RIGHT_REWARD for score in answers if score.reward is not None}
     label = _checkpoint_label(stage, attempt)
     return read_evaluation(stage.name, label, attempt.summary, greedy)
+
+
+def _distinguish(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+    """Return the evaluations; the labels of several of one checkpoint also name their stages."""
+    count = Counter(one.label for one in evaluations)
+    return [
+        one if count[one.label] == 1 else replace(one, label=f"{one.label} ({one.stage})")
+        for one in evaluations
+    ]
 
 
 def _checkpoint_label(stage: StageView, attempt: Attempt) -> str:

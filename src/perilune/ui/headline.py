@@ -1,5 +1,6 @@
 """Writes the finding of the report in sentences."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -233,7 +234,8 @@ def _curve_headline(trained: Training, *, is_over: bool) -> Headline | None:
 
 
 def format_percent(value: float, digits: int = 1) -> str:
-    return f"{100 * value:.{digits}f}%"
+    """Return a share in percent, with ties rounded up as in the browser."""
+    return f"{math.nextafter(100 * value, math.inf):.{digits}f}%"
 
 
 def format_points(value: float) -> str:

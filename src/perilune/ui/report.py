@@ -165,7 +165,7 @@ def _episode_blocks(library: EpisodeLibrary) -> tuple[dict[str, Any], list[str]]
 
 
 def _episodes_lead(library: EpisodeLibrary) -> str:
-    color = "The darker the color of a token, the lower its probability under the policy."
+    color = "The stronger the color of a token, the lower its probability under the policy."
     if any(stage.steps or any(episode_set.name for episode_set in stage.sets) for stage in library.stages):
         return f"Prompts, answers and rewards, read from the files of the runs. {color}"
     embedded = sum(episode_set.embedded for episode_set in library.sampled)
