@@ -84,7 +84,7 @@ def test_live_page_adds_points_and_survives_death_of_the_run(browser: Any, run: 
     page.keyboard.press("Enter")
     page.wait_for_selector('[data-chart="rl-reward"] canvas')
     assert page.locator("#verdict strong").inner_text() in ("Healthy", "Watch", "Broken")
-    until(page, "document.querySelector('.connection').textContent === 'live'")
+    until(page, "document.querySelector('.connection').textContent === 'connected'")
 
     written, since = run.steps(), time.monotonic()
     until(page, f"{LAST_STEP} >= {written}")

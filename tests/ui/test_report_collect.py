@@ -107,6 +107,8 @@ def test_stages_link_to_their_parent_checkpoint(tmp_path: Path) -> None:
         ("again", "sft", []),
     ]
     assert [(pair.before, pair.after) for pair in data.comparisons] == [("after_sft", "after_rl")]
+    labels = [evaluation.label for evaluation in data.evaluations]
+    assert labels == ["after sft (after_sft)", "after rl", "after sft (again)"]
 
 
 def test_headline_claims_no_change_between_equal_policies(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from perilune.ui.evaluations import (
     split_by_strategy,
 )
 from perilune.ui.experiment_comparison import comparison_charts
-from perilune.ui.headline import write_headline
+from perilune.ui.headline import format_percent, write_headline
 
 
 def evaluation(name: str = "a", **summary: Any) -> Evaluation:
@@ -37,6 +37,15 @@ def evaluation_of_strategies(strategies: dict[str, tuple[float, float | None]]) 
     mean = sum(share * (accuracy or 0.0) for share, accuracy in strategies.values())
     rows = {name: {"share": share, "accuracy": accuracy} for name, (share, accuracy) in strategies.items()}
     return evaluation(pass_at_1=mean, strategies=rows)
+
+
+def test_percentages_round_ties_up_as_the_charts_do() -> None:
+    assert [format_percent(share) for share in (0.5625, 0.0625, 0.3, 1.0)] == [
+        "56.3%",
+        "6.3%",
+        "30.0%",
+        "100.0%",
+    ]
 
 
 def test_decompose_attributes_measured_gain_mostly_to_strategy_choice() -> None:

@@ -49,7 +49,7 @@ function Matrix({ episodes, current, pick }) {
   return html`
     <div class="chart-head">
       <h4>${Format.integer(groups.length)} groups by reward</h4>
-      <span class="muted">${Format.integer(groups.filter(isDead).length)} dead: equal rewards, no gradient</span>
+      <span class="muted">${Format.integer(groups.filter(isDead).length)} dead: all answers have the same reward</span>
       <label class="control last">Order<${Choice} name="groups" label="Order of groups" options=${Object.keys(ORDERS)} /></label>
     </div>
     <div class="strips" tabindex="0" role="group" aria-label="Groups; arrow keys move, Enter reads" onkeydown=${move}>${strips}</div>

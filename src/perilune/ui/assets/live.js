@@ -9,7 +9,7 @@ const say = (text, kind) => {
   sign.className = `connection ${kind}`;
 };
 say("connecting", "");
-source.onopen = () => say("live", "on");
+source.onopen = () => say("connected", "on");
 source.onerror = () => say("no connection", "off");
 
 function reload() {
