@@ -189,7 +189,7 @@ def test_headline_names_every_measure_that_fell() -> None:
         )
     )
     headline = write_headline([before, after], compare_evaluations(before, after), None, [])
-    assert headline.title == "pass@1 fell from 25.0% to 6.2%; pass@8 fell from 100.0% to 50.0%"
+    assert headline.title == "pass@1 fell from 25.0% to 6.3%; pass@8 fell from 100.0% to 50.0%"
 
 
 def test_compared_curves_have_all_seeds_at_each_step(tmp_path: Path) -> None:
