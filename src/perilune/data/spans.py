@@ -11,6 +11,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 
+def make_span_id(player: int, agent: str) -> str:
+    """Return "0" for player 0 (agent ""), and "0.2" for its sub-agent "2"."""
+    return f"{player}.{agent}" if agent else f"{player}"
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """The part of one agent in an episode.

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from perilune.data.episode import FinishReason
 from perilune.data.routes import Routes, no_routes
-from perilune.data.spans import Span
+from perilune.data.spans import Span, make_span_id
 from perilune.engine.request import Completion
 from perilune.environments.core.episode_totals import EpisodeTotals
 from perilune.environments.core.protocol import AgentTurn, Failure, Message, Observation, Outcome, Task
@@ -347,9 +347,7 @@ class Rollout:
         if not sub_agents:
             return ()
         by_id = {"": self.trajectories[player], **sub_agents}
-        return tuple(
-            node.span(f"{player}.{agent}" if agent else f"{player}") for agent, node in by_id.items()
-        )
+        return tuple(node.span(make_span_id(player, agent)) for agent, node in by_id.items())
 
     def outcome(self, player: int) -> Outcome:
         return self.totals.score(player) if self.failure is None else self.failure

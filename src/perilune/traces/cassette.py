@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from perilune.data.episode import Episode
-from perilune.data.spans import Span
+from perilune.data.spans import Span, make_span_id
 from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError
 from perilune.files import canonical_json, sha256_bytes
@@ -75,8 +75,8 @@ class Track(Frozen):
 
     @property
     def span_id(self) -> str:
-        """The id of the agent's span: "0" for player 0, "0.2" for its sub-agent "2"."""
-        return f"{self.player}.{self.agent}" if self.agent else f"{self.player}"
+        """The id of the agent's span, as of `make_span_id`."""
+        return make_span_id(self.player, self.agent)
 
 
 class Sampling(Frozen):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from perilune.data.spans import make_span_id
 from perilune.engine.request import Completion, Prompt, SamplingParams
 from perilune.errors import WorkFailedError
 from perilune.rollout.rollout import DueTurn, Rollout
@@ -85,5 +86,4 @@ class TapedWorker(RolloutWorker):
 
 
 def _span_id(turn: DueTurn) -> str:
-    player = turn.rollout.observation.player
-    return f"{player}.{turn.agent}" if turn.agent else f"{player}"
+    return make_span_id(turn.rollout.observation.player, turn.agent)
