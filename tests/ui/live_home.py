@@ -76,9 +76,9 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = 240.0) ->
 
 
 @contextmanager
-def training(folder: Path) -> Iterator[LiveHome]:
+def training(folder: Path, recipe: str = RECIPE, nice: int = 10) -> Iterator[LiveHome]:
     """Start a run in a new home; kill it on exit. It yields the processor to the tests once it trains."""
-    (folder / "alive.yaml").write_text(RECIPE)
+    (folder / "alive.yaml").write_text(recipe)
     command = subprocess.Popen(
         [SCRIPT, "run", "alive.yaml"],
         cwd=folder,
@@ -91,7 +91,7 @@ def training(folder: Path) -> Iterator[LiveHome]:
         wait_for(lambda: made.steps() > 2 or command.poll() is not None, "the first steps")
         assert command.poll() is None, (folder / "log").read_text()
         for process in made.processes():
-            process.nice(10)
+            process.nice(nice)
         yield made
     finally:
         if command.poll() is None:

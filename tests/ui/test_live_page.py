@@ -76,6 +76,18 @@ def test_live_page_reloads_for_the_first_episodes_of_a_stage(browser: Any, run: 
     page.close()
 
 
+def test_live_page_follows_the_newest_step_at_a_bounded_rate(browser: Any, run: LiveHome, url: str) -> None:
+    page, errors = open_page(browser, f"{url}/experiments/alive", ".detail h3")
+    loaded: list[str] = []
+    page.on("request", lambda request: "/episodes/rl/" in request.url and loaded.append(request.url))
+    first, since = run.steps(), time.monotonic()
+    until(page, f"{LAST_STEP} >= {first + 12}")
+    wait_for(lambda: page.evaluate("1") and len(loaded) >= 2, "two loads of a newest step")
+    assert len(loaded) <= 1 + (time.monotonic() - since) / 5
+    assert errors == []
+    page.close()
+
+
 def test_live_page_adds_points_and_survives_death_of_the_run(browser: Any, run: LiveHome, url: str) -> None:
     page, errors = open_page(browser, url, "a.experiment")
     assert "rl " in page.locator("a.experiment .when").inner_text()

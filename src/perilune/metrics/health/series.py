@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
 
@@ -78,17 +78,21 @@ def find_shifts(values: Values, *, sigmas: float, least: float, sticky: int, sha
         sign = 0
         if value is not None and len(normal) >= MIN_BASELINE_STEPS:
             centre = math.fsum(list(normal)[-CENTRE_STEPS:]) / CENTRE_STEPS
-            steps = [(after - before) ** 2 for before, after in pairwise(normal)]
-            noise = math.sqrt(fmean(steps) / 2 * (1 + 1 / CENTRE_STEPS))
-            limit = max(least, share * abs(centre), sigmas * noise)
+            distance = abs(value - centre)
             if sticky and signs[-CONFIRM_STEPS:] == [sticky] * CONFIRM_STEPS:
-                limit /= 2  # on the way back, chance must not end it
-            if abs(value - centre) > limit:
+                distance *= 2  # on the way back, chance must not end it
+            if distance > max(least, share * abs(centre)) and distance > sigmas * _noise(normal):
                 sign = int(math.copysign(1, value - centre))
         if value is not None and (sign == 0 or sign != sticky):
             normal.append(value)
         signs.append(sign)
     return signs
+
+
+def _noise(baseline: Iterable[float]) -> float:
+    """Return the standard deviation of a value around the mean of the last `CENTRE_STEPS` of its baseline."""
+    steps = [(after - before) ** 2 for before, after in pairwise(baseline)]
+    return math.sqrt(fmean(steps) / 2 * (1 + 1 / CENTRE_STEPS))
 
 
 def flag_at_least(values: Values, limit: float) -> list[bool]:

@@ -330,7 +330,13 @@ function arrive() {
   setTimeout(() => follows.disconnect(), 1500);
 }
 
-// New episode files of a stage, by step.
+// New episode files of a stage, by step. The list follows the newest step, at most once in `FOLLOW_PAUSE`.
+const FOLLOW_PAUSE = 5000; // milliseconds
+let [following, followed] = [0, 0]; // the timer of the next step to show, and the time of the last
+function follow() {
+  [following, followed] = [0, performance.now()];
+  if (!state.touched) show(state.stage.stage, state.stage.sets.length - 1);
+}
 function add(name, steps) {
   const stage = stageOf(name);
   if (!stage) return;
@@ -339,8 +345,8 @@ function add(name, steps) {
   const added = steps.filter(step => !known.has(step));
   stage.sets.push(...added.map(ofStep));
   if (stage !== state.stage || !added.length) return;
-  if (isLast && !state.touched) show(name, stage.sets.length - 1);
-  else change();
+  if (isLast && !following) following = setTimeout(follow, followed + FOLLOW_PAUSE - performance.now());
+  change();
 }
 
 function factsOf(episode) {

@@ -46,9 +46,9 @@ source.addEventListener("status", event => {
 });
 source.addEventListener("changed", reload);
 
-// The rest of the page is loaded again after a pause, so that loading takes at most 1/60 of the time.
+// The rest of the page is loaded again after a pause, so that loading takes at most 1/250 of the time.
 const MIN_PAUSE = 15_000; // milliseconds
-const PAUSE_FACTOR = 60; // a pause is at least this many times as long as the loading before it
+const PAUSE_FACTOR = 250; // a pause is at least this many times as long as the loading before it
 let next = performance.now() + MIN_PAUSE;
 async function readAgain() {
   const began = performance.now();

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -36,6 +37,8 @@ from perilune.ui.report import (
 )
 
 POLL_INTERVAL_S = 0.5
+MAX_POLL_INTERVAL_S = 1.5
+POLL_INTERVAL_FACTOR = 250  # polling takes at most 1/250 of the time, up to `MAX_POLL_INTERVAL_S`
 MAX_STREAMS = 64
 MAX_COMPARED = 32
 DEFAULT_EXPERIMENTS = 50  # listed experiments without ?last=
@@ -126,13 +129,20 @@ def _stream_events(
 ) -> StreamingResponse:
     """Return a stream of the events that `poll` finds, until the reader leaves."""
 
+    def timed_poll() -> tuple[list[str], float]:
+        began = time.thread_time()
+        new = [event.encode() for event in poll()]
+        return new, time.thread_time() - began
+
     async def events() -> AsyncIterator[str]:
         async with streams:
             yield "retry: 1000\n\n"
             while not request.app.state.closing and not await request.is_disconnected():
-                for event in await run_in_threadpool(lambda: list(poll())):
-                    yield event.encode()
-                await asyncio.sleep(POLL_INTERVAL_S)
+                new, seconds = await run_in_threadpool(timed_poll)
+                for event in new:
+                    yield event
+                pause = max(POLL_INTERVAL_S, POLL_INTERVAL_FACTOR * seconds)
+                await asyncio.sleep(min(pause, MAX_POLL_INTERVAL_S))
 
     return StreamingResponse(events(), media_type="text/event-stream")
 

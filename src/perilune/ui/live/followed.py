@@ -14,7 +14,7 @@ from perilune.ui.view import StageView
 
 CHUNK_BYTES = 4 << 20  # bytes to read at a time; a longer line is skipped
 FOLLOWED_FILES = ("artifacts/metrics.jsonl", "artifacts/timings.jsonl")
-JUDGE_INTERVAL_FACTOR = 100  # judging takes at most 1/100 of the time
+JUDGE_INTERVAL_FACTOR = 250  # judging takes at most 1/250 of the time
 
 Row = dict[str, Any]
 

@@ -13,7 +13,7 @@ from perilune.ui.live.followed import FOLLOWED_FILES, StageFollower
 from perilune.ui.report import to_plain
 from perilune.ui.view import ExperimentView
 
-REFRESH_INTERVAL_S = 2.0  # between two reads of the list of stages
+REFRESH_INTERVAL_S = 4.0  # between two reads of the list of stages
 STAGES_KEY = ""  # key in `Offsets` of the digest of the stages that a reader has
 Offsets = dict[str, list[int]]  # by stage: bytes of metrics.jsonl and timings.jsonl that a reader has
 
